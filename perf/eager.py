@@ -105,7 +105,7 @@ def measure() -> dict[str, dict[str, float]]:
     for name, (x, make) in _operations().items():
         modules = {"torch": make(nn), "repaired": make(nn), "primitives": make(pr.nn)}
         leaf = x.requires_grad_()
-        forward = {column: functools.partial(module, leaf) for column, module in modules.items()}
+        forward: dict[str, Callable] = {column: functools.partial(module, leaf) for column, module in modules.items()}
         both = {column: _with_backward(module, leaf) for column, module in modules.items()}
         for suffix, runs in ((", forward", forward), (", with backward", both)):
             runs["repaired"] = _repaired(lambda run=runs["repaired"]: run())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -86,10 +86,11 @@ def group_norm(
     if activation not in (None, "silu"):
         raise ValueError(f'group_norm: activation must be None or "silu", got {activation!r}.')
     if arguments.is_plain_group_norm(input, num_groups, weight, bias, eps):
+        x: Any = input
         # Torch's backward fails for a bias without a weight.
-        is_torchs = activation is None and (weight is None) == (bias is None) and input.numel() > 0
-        if is_torchs and is_left_to_torch(input, weight, bias):
-            return torch.group_norm(input, num_groups, weight, bias, eps)
+        is_torchs = activation is None and (weight is None) == (bias is None) and x.numel() > 0
+        if is_torchs and is_left_to_torch(x, weight, bias):
+            return cast("PyTree", torch.group_norm(x, num_groups, weight, bias, eps))
         return group_norm_of_tensors(input, num_groups, weight, bias, eps, activation)[0]
     arguments.number("group_norm", "eps", eps)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.nn import _reduction
@@ -103,14 +103,8 @@ def cross_entropy(
     if not z_loss and _is_left_to_torch(input, target, weight):
         # Else a check of this package says what is wrong.
         with contextlib.suppress(RuntimeError, IndexError, ValueError):
-            return of_torch.cross_entropy(
-                input,
-                target,
-                weight,
-                ignore_index=ignore_index,
-                reduction=reduction,
-                label_smoothing=label_smoothing,
-            )
+            options = {"ignore_index": ignore_index, "reduction": reduction, "label_smoothing": label_smoothing}
+            return cast("PyTree", of_torch.cross_entropy(cast("Any", input), target, weight, **options))
 
     def check(label: str, x: Tensor, target: Tensor, weight: Tensor | None) -> None:
         checks.loss("cross_entropy", label, x, target, weight, takes_probabilities=True)
@@ -186,7 +180,8 @@ def nll_loss(
     checks.options("nll_loss", reduction, ignore_index)
     if _is_left_to_torch(input, target, weight):
         with contextlib.suppress(RuntimeError, IndexError, ValueError):
-            return of_torch.nll_loss(input, target, weight, ignore_index=ignore_index, reduction=reduction)
+            options = {"ignore_index": ignore_index, "reduction": reduction}
+            return cast("PyTree", of_torch.nll_loss(cast("Any", input), target, weight, **options))
 
     def check(label: str, x: Tensor, target: Tensor, weight: Tensor | None) -> None:
         checks.loss("nll_loss", label, x, target, weight, takes_probabilities=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -76,8 +76,9 @@ def rms_norm(
     """
     number = 0.0 if eps is None else eps
     if arguments.is_plain_layer_norm(input, normalized_shape, weight, None, number):
-        if not add_one and not cast_first and is_left_to_torch(input, weight):
-            return torch.rms_norm(input, normalized_shape, weight, eps)
+        x: Any = input
+        if not add_one and not cast_first and is_left_to_torch(x, weight):
+            return cast("PyTree", torch.rms_norm(x, normalized_shape, weight, eps))
         return _rms_norm(input, weight, len(normalized_shape), eps, add_one, cast_first)
     shape = arguments.normalized_shape("rms_norm", normalized_shape)
     arguments.number("rms_norm", "eps", number)

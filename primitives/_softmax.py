@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -65,9 +65,10 @@ def log_softmax(
     """
     if arguments.is_plain_softmax(input, dim, dtype):
         x: Any = input
+        axis: Any = dim
         if is_left_to_torch(x):
-            return torch.log_softmax(x, dim)
-        return log_softmax_p(x, dim % x.dim(), None)
+            return cast("PyTree", torch.log_softmax(x, axis))
+        return log_softmax_p(x, axis % x.dim(), None)
 
     def compute(x: Tensor, axis: int, mask: Tensor | None) -> Tensor:
         return log_softmax_p(x, axis, dtype)
@@ -129,9 +130,10 @@ def softmax(
     """
     if mask is None and type(scale) is float and arguments.is_plain_softmax(input, dim, dtype):
         x: Any = input
+        axis: Any = dim
         if scale == 1.0 and is_left_to_torch(x):
-            return torch.softmax(x, dim)
-        return softmax_p(x, None, dim % x.dim(), scale, None)
+            return cast("PyTree", torch.softmax(x, axis))
+        return softmax_p(x, None, axis % x.dim(), scale, None)
     if isinstance(scale, torch.Tensor):
         raise DtypeError("softmax: scale must be a number, got a Tensor. Multiply input by it.")
     arguments.number("softmax", "scale", scale)

@@ -7,7 +7,7 @@ or a tree prefix of it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
@@ -114,8 +114,9 @@ def layer_norm(
         Ba, Kiros, Hinton, "Layer Normalization", arXiv:1607.06450, 2016.
     """
     if arguments.is_plain_layer_norm(input, normalized_shape, weight, bias, eps):
-        if is_left_to_torch(input, weight, bias):
-            return mark(torch.layer_norm(input, normalized_shape, weight, bias, eps), eps)
+        x: Any = input
+        if is_left_to_torch(x, weight, bias):
+            return cast("PyTree", mark(torch.layer_norm(x, normalized_shape, weight, bias, eps), eps))
         return layer_norm_p(input, weight, bias, len(normalized_shape), 0, eps, True, False, 0)[0]
     shape = arguments.normalized_shape("layer_norm", normalized_shape)
     arguments.number("layer_norm", "eps", eps)
@@ -276,10 +277,11 @@ def batch_norm(
     if not arguments.is_plain_batch_norm(*given):
         return _batch_norm_tree("batch_norm", given, namespace).output
     # Torch differentiates no running statistics.
-    is_torchs = running_mean is None or not (running_mean.requires_grad or running_var.requires_grad)
-    if is_torchs and is_left_to_torch(input, weight, bias, running_mean, running_var):
-        statistics = running_mean, running_var, training
-        return mark(torch.batch_norm(input, weight, bias, *statistics, momentum, eps, False))  # type: ignore[arg-type]
+    statistics: Any = running_mean, running_var
+    has_gradients = any(value is not None and value.requires_grad for value in statistics)
+    if not has_gradients and is_left_to_torch(input, weight, bias, *statistics):
+        options: Any = *statistics, training, momentum, eps, False
+        return cast("PyTree", mark(torch.batch_norm(cast("Any", input), weight, bias, *options)))
     return batch_norm_of_tensors(*given, in_place=True)[0]
 
 

@@ -57,7 +57,7 @@ def _layer_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Te
 def _rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None, eps: float | None) -> Any:
     shape = arguments.normalized_shape("rms_norm", shape)
     arguments.layer_norm("rms_norm", "input", x, shape, weight=weight)
-    eps = torch.finfo(accumulation_dtype(x)).eps if eps is None else eps
+    eps = torch.finfo(accumulation_dtype(x.dtype)).eps if eps is None else eps
     y, _, rstd = layer_norm_p(x, weight, None, len(shape), 0, eps, False, False, 0)
     return y, rstd.reshape([*x.shape[: x.dim() - len(shape)], *[1] * len(shape)])
 

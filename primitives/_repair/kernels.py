@@ -192,7 +192,8 @@ def _places_of_edges(node: Any, tensors: Sequence[Tensor]) -> list[int | None]:
     places = []
     for edge in node.next_functions:
         place = next((i for i, own in free.items() if (own.node, own.output_nr) == edge), None)
-        free.pop(place, None)
+        if place is not None:
+            del free[place]
         places.append(place)
     return places
 

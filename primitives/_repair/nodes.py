@@ -39,7 +39,7 @@ _lock, _registrations = threading.Lock(), Registrations()
 
 def mark(y: Tensor, eps: float | None = None) -> Tensor:
     """`y`, with a mark on the node that recorded it, if there is one; that of a norm keeps eps, which torch drops."""
-    node = y.grad_fn
+    node: Any = y.grad_fn
     if node is not None:
         if not _registrations:
             install_backwards()
@@ -136,7 +136,7 @@ def _kernel(name: str, formula: Callable[..., Any], own: Callable[..., Any]) -> 
         is_misread = mistakes_layouts and _is_one_sample_of_two_layouts(*args[:2])
         if is_plain and not is_grad_enabled() and not is_misread:
             return own(keyset, *args, **kwargs)
-        node = _C._current_autograd_node()
+        node: Any = _C._current_autograd_node()
         marks = {} if node is None else node.metadata
         if is_misread and (MARK in marks or is_active()):
             args = (torch.empty_like(args[1]).copy_(args[0]), *args[1:])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd import forward_ad
@@ -20,7 +20,7 @@ _is_dynamo_tracing, _is_jit_tracing = torch.compiler.is_dynamo_compiling, torch.
 _DTYPES = (torch.float32, torch.float64)
 
 
-def is_plain_on_cpu(x: Tensor, *others: Tensor | None) -> bool:
+def is_plain_on_cpu(x: Any, *others: Tensor | None) -> bool:
     """Whether nothing but eager reverse mode takes part in a call of tensors on the CPU, in float32 or float64.
 
     Torch's kernels for half precision on the CPU round more than this package's.
@@ -32,6 +32,6 @@ def is_plain_on_cpu(x: Tensor, *others: Tensor | None) -> bool:
     return are_unwatched((x, *[other for other in others if other is not None]) if others else (x,))
 
 
-def is_left_to_torch(x: Tensor, *others: Tensor | None) -> bool:
+def is_left_to_torch(x: Any, *others: Tensor | None) -> bool:
     """Whether torch's own kernel computes a function of `x`, which gives a result of the same layout then."""
     return is_plain_on_cpu(x, *others) and x.is_contiguous()

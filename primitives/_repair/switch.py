@@ -6,7 +6,7 @@ import contextlib
 import functools
 import sys
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -18,7 +18,9 @@ from primitives._repair.nodes import install_backwards
 from primitives._repair.state import is_active, process, this_thread
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+
+_Function = TypeVar("_Function", bound="Callable[..., Any]")
 
 __all__ = ["is_repaired", "repair_torch", "repaired_thread"]
 
@@ -115,7 +117,7 @@ class repair_torch(Decorates):  # noqa: N801 - used like a function, as torch.se
             if not is_active():
                 _compiled.end()
 
-    def __call__(self, function: Any) -> Any:
+    def __call__(self, function: _Function) -> _Function:
         """`function`, run inside the context."""
         with _lock:
             self._leave_process()

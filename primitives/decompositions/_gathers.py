@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -149,9 +149,11 @@ def grid_sampler_3d(
         else:
             below = place.floor()
             ways.append([(below, 1 - (place - below)), (below + 1, place - below)])
-    flat, total = input.flatten(2), 0
+    flat = input.flatten(2)
+    total: Any = 0
     for corner in itertools.product(*ways):
-        index, weight = 0, 1
+        index: Any = 0
+        weight: Any = 1
         for size, (at, share) in zip(sizes, corner, strict=True):
             inside = (at >= 0) & (at < size)
             weight = weight * torch.where(inside, share, 0)
