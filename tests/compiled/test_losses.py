@@ -72,12 +72,10 @@ def test_model(loss):
     same(gradients(net, loss(model, X)), gradients(net, loss(net, X)))
 
 
-@pytest.mark.parametrize("loss", [penalty, tangent])
-def test_inductor(loss):
+def test_inductor():
     net = mlp()
-    step, model = pr.compile(functools.partial(loss, net)), pr.compile(net)
-    for found in (step(X), loss(model, X)):
-        same(gradients(net, found), gradients(net, loss(net, X)))
+    step = pr.compile(functools.partial(penalty, net))
+    same(gradients(net, step(X)), gradients(net, penalty(net, X)))
 
 
 @pytest.mark.nightly
@@ -164,14 +162,14 @@ def check_nesting(f, kinds):
 
 
 @pytest.mark.parametrize("f", FUNCTIONS)
-@pytest.mark.parametrize("kinds", nestings(2))
+@pytest.mark.parametrize("kinds", ["fr", "rf"])
 def test_second_orders(f, kinds):
     check_nesting(f, kinds)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("f", FUNCTIONS)
-@pytest.mark.parametrize("kinds", nestings(3) + nestings(4))
+@pytest.mark.parametrize("kinds", ["ff", "rr", *nestings(3), *nestings(4)])
 def test_higher_orders(f, kinds):
     check_nesting(f, kinds)
 
