@@ -53,6 +53,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--device", default="h200", help="name in perf/devices or path of a description")
     add("--write", action="store_true", help="write the page of the docs")
     command(_memory)
+    add = command(_compile)
+    add("--only", nargs="+", default=[], metavar="WORDS", help="steps whose name contains one of these")
+    add("--write", action="store_true", help="write the page of the docs")
     command(_eager)
     add = command(_peers)
     add("--write", action="store_true", help="write the page of the docs")
@@ -124,6 +127,20 @@ def _memory(options: argparse.Namespace) -> int:
 
     for line in memory.lines():
         print(line, flush=True)
+    return 0
+
+
+def _compile(options: argparse.Namespace) -> int:
+    """Training steps with derivatives in the loss, compiled; takes a quarter of an hour."""
+    from perf import compiled_steps
+
+    found = []
+    for each in compiled_steps.results(options.only):
+        found.append(each)
+        print("\n".join([*compiled_steps.lines([each])][2:3]), flush=True)
+    print("\n".join([*compiled_steps.lines(found)][len(found) + 2 :]))
+    if options.write:
+        compiled_steps.write(found, DOCS)
     return 0
 
 

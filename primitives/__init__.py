@@ -10,6 +10,7 @@ import sys
 from primitives import autograd, custom, decompositions, func, functional, nn, testing, tracing
 from primitives._audit.function import audit
 from primitives._audit.report import AuditReport, Finding
+from primitives._compiled._api import compile
 from primitives._core import (
     AxisError,
     BackendError,
@@ -54,6 +55,7 @@ __all__ = [
     "__version__",
     "audit",
     "autograd",
+    "compile",
     "current_backend",
     "custom",
     "custom_op",

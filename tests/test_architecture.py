@@ -39,7 +39,7 @@ LAYERS = (
     ),
     ("primitives.func", "primitives.autograd", "primitives.tracing"),
     ("primitives.testing",),
-    ("primitives._audit", "primitives._warm_up"),
+    ("primitives._audit", "primitives._compiled", "primitives._warm_up"),
     ("primitives.nn",),
     ("primitives",),
 )

@@ -411,7 +411,8 @@ def test_another_package_that_registered_for_an_operator_is_named(tmp_path):
         "import torch\n"
         "library = torch.library.Library('aten', 'IMPL')\n"
         "own = torch.library.get_kernel('aten::glu', 'AutogradCPU')\n"
-        "library.impl('glu', lambda keys, x, dim=-1: own.call_boxed(keys, x, dim), 'AutogradCPU', with_keyset=True)\n"
+        "kernel = lambda keys, x, dim=-1: own.call_boxed(keys, x, dim)\n"
+        "library.impl('glu', kernel, 'AutogradCPU', with_keyset=True, allow_override=True)\n"
     )
     scope = {}
     with warnings.catch_warnings():

@@ -12,16 +12,20 @@ The operator stays opaque, which costs no graph break, where
 - another compiler than Inductor asks, or `torch.export`, whose programs keep operators;
 - a kernel needs a compiler option that graphs do not have.
 
-Torch's own operator for zero tangents is replaced in the same place, by zeros that have memory.
+The programs of `primitives.compile` are traced in the same way, and get the formula of an operator where Inductor makes
+faster code of that than the kernel is. Torch's own operator for zero tangents is replaced in every trace, by zeros that
+have memory.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import importlib.util
 import pathlib
 import sys
+import threading
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,16 +41,49 @@ if TYPE_CHECKING:
 
     from primitives._core.rules import RuleTable
 
-__all__ = ["register_inductor_lowering", "register_inductor_write"]
+__all__ = ["register_inductor_lowering", "register_inductor_write", "tracing_a_program"]
 
 _KNOWN_TYPES = (torch.Tensor, torch.nn.Parameter, FakeTensor, FunctionalTensor)
+# The most elements along the last axis of the first argument with which a program gets the formula: on the CPU Inductor
+# fuses it with what is around; on CUDA the kernels are as for torch.compile.
+_LONGEST_ROW_FOR_FORMULA = {"cpu": float("inf")}
+_thread = threading.local()
 
 
-def _show(name: str, shown: Callable[..., Any], library: torch.library.Library | None = None) -> None:
-    """Register with torch what Inductor gets to see of an operator: `shown(types, args, kwargs)`, if it returns any."""
+@contextlib.contextmanager
+def tracing_a_program() -> Iterator[None]:
+    """Context for a trace of which a program of `primitives.compile` is made."""
+    before, _thread.is_tracing = getattr(_thread, "is_tracing", False), True
+    try:
+        yield
+    finally:
+        _thread.is_tracing = before
+
+
+def _is_graph_for_inductor() -> bool:
+    # Ahead-of-time autograd also runs the function without a graph, to learn what it returns: the fake rule will do.
+    if get_proxy_mode() is None or not functorch_config.decompose_custom_triton_ops:
+        return False
+    return getattr(_thread, "is_tracing", False) or _inductor_is_tracing()
+
+
+def _gets_formula(args: tuple) -> bool:
+    tensors = [x for x in args if isinstance(x, torch.Tensor)]
+    if not getattr(_thread, "is_tracing", False) or not tensors:
+        return False
+    return all((x.shape[-1] if x.dim() else 1) <= _LONGEST_ROW_FOR_FORMULA.get(x.device.type, 0) for x in tensors)
+
+
+def _show(
+    name: str,
+    shown: Callable[..., Any],
+    library: torch.library.Library | None = None,
+    when: Callable[[], bool] = _is_graph_for_inductor,
+) -> None:
+    """Register with torch what a graph gets to see of an operator: `shown(types, args, kwargs)`, if it returns any."""
 
     def rule(mode: Any, overload: Any, types: Sequence[type], args: tuple, kwargs: dict[str, Any]) -> Any:
-        if _is_graph_for_inductor():
+        if when():
             with mode:
                 outputs = shown(types, args, kwargs)
             if outputs is not NotImplemented:
@@ -63,6 +100,8 @@ def register_inductor_lowering(rules: RuleTable, library: torch.library.Library)
         composition = rules.given.get("composition")
         if composition is not None and not kwargs:
             return composition(*args)
+        if "reference" in rules.given and not kwargs and _gets_formula(args):
+            return rules.given["reference"](*args)
         return (
             backend.trace_kernel(rules.kernels["cuda"], args)
             if _is_shown(rules, types, args, kwargs)
@@ -81,10 +120,14 @@ def register_inductor_write(qualified_name: str, write: Callable[..., None], lib
     _show(qualified_name, lambda types, args, kwargs: write(*args, **kwargs), library)
 
 
-# It makes a tensor without memory. The dispatcher knows it to be zero, compiled code does not: Inductor reads
-# its null pointer, or hands it on as a buffer to write to, and the process dies (pytorch issue 177261). A tangent of a
-# weight is such a tensor as soon as a linear layer of a sequence is inside a `jvp` that is differentiated.
-_show("aten::_efficientzerotensor", lambda types, args, kwargs: torch.zeros(*args, **kwargs))
+# It makes a tensor without memory. The dispatcher knows it to be zero, compiled code and tensors without memory do not:
+# they read its null pointer, or hand it on as a buffer to write to, and the process dies (pytorch issue 177261). A
+# tangent of a weight is such a tensor as soon as a linear layer of a sequence is inside a `jvp` that is differentiated.
+_show(
+    "aten::_efficientzerotensor",
+    lambda types, args, kwargs: torch.zeros(*args, **kwargs),
+    when=lambda: get_proxy_mode() is not None,
+)
 
 
 def _is_shown(rules: RuleTable, types: Sequence[type], args: tuple, kwargs: dict[str, Any]) -> bool:
@@ -95,11 +138,6 @@ def _is_shown(rules: RuleTable, types: Sequence[type], args: tuple, kwargs: dict
         return False
     on_gpu = all(x.is_cuda for x in args if isinstance(x, torch.Tensor))
     return on_gpu and not any(map(_is_symbolic, args))
-
-
-def _is_graph_for_inductor() -> bool:
-    # Ahead-of-time autograd also runs the function without a graph, to learn what it returns: the fake rule will do.
-    return get_proxy_mode() is not None and _inductor_is_tracing() and functorch_config.decompose_custom_triton_ops
 
 
 def _inductor_is_tracing() -> bool:

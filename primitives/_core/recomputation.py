@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     Tensors = tuple[Tensor, ...]
 
-__all__ = ["Recomputable", "recomputed"]
+__all__ = ["Batched", "Derived", "Pullback", "Pushforward", "Recomputable", "pushed", "recomputed"]
 
 
 class Recomputable:
@@ -47,6 +47,24 @@ class Recomputable:
         """Places of results without derivative, whatever they are computed of."""
         return frozenset()
 
+    # Its derivatives, of which some kinds know a better way.
+
+    def pushforward(self, num_tensors: int, moving: Sequence[int]) -> Derived:
+        """The function `(*tensors, *tangents of those moving) -> (*results, *tangents)`."""
+        return Pushforward(self, num_tensors, moving)
+
+    def pullback(self, num_tensors: int, wanted: Sequence[int], given: Sequence[int]) -> Recomputable:
+        """The function `(*tensors, *cotangents of given results) -> cotangents of the wanted tensors`."""
+        return Pullback(self, num_tensors, wanted, given)
+
+    def batched(self, in_dims: tuple, randomness: str) -> Recomputable:
+        """The function, mapped over batch axes; results have theirs first."""
+        return Batched(self, in_dims, randomness)
+
+    def recorded(self, tensors: Sequence[Tensor]) -> Tensors:
+        """The results, where the levels of reverse mode and `vmap` that are open take part."""
+        return _Recomputed.apply(self, *tensors)
+
 
 def recomputed(function: Recomputable, tensors: Sequence[Tensor]) -> Tensors:
     """`function(*tensors)`, computed again by whoever differentiates it: here, or further out.
@@ -65,7 +83,7 @@ def recomputed(function: Recomputable, tensors: Sequence[Tensor]) -> Tensors:
         duals = [unpack_dual(x) for x in tensors]
         moving = [i for i, (_, x_dot) in enumerate(duals) if x_dot is not None]
         if moving:
-            pushforward = _Pushforward(function, len(tensors), moving)
+            pushforward = function.pushforward(len(tensors), moving)
             both = [*(x for x, _ in duals), *(duals[i][1] for i in moving)]
             values = _further_out(interpreter, pushforward, both) if is_entered else recomputed(pushforward, both)
             pairs = zip(values, pushforward.tangents(values), strict=False)
@@ -75,7 +93,7 @@ def recomputed(function: Recomputable, tensors: Sequence[Tensor]) -> Tensors:
         return function(*tensors)
     if interpreter is None and not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
         return function(*tensors)
-    return _Recomputed.apply(function, *tensors)
+    return function.recorded(tensors)
 
 
 def _make_dual(y: Tensor, y_dot: Tensor) -> Tensor:
@@ -149,7 +167,7 @@ def _backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
     given = [k for k, y_bar in enumerate(cotangents) if y_bar is not None]
     bars: list[Any] = [None] * len(tensors)
     if given and wanted:
-        pullback = _Pullback(ctx.function, len(tensors), wanted, given)
+        pullback = ctx.function.pullback(len(tensors), wanted, given)
         found = recomputed(pullback, [*tensors, *(cotangents[k] for k in given)])  # type: ignore[list-item] - those given
         for i, bar in zip(wanted, found, strict=True):
             bars[i] = bar
@@ -157,15 +175,19 @@ def _backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
 
 
 def _jvp(ctx: Any, *tangents: Any) -> tuple[Tensor | None, ...]:
-    tensors = [unpack_dual(x)[0] for x in ctx.saved_tensors]
-    moving = [i for i, x_dot in enumerate(tangents[1:]) if x_dot is not None]
-    pushforward = _Pushforward(ctx.function, len(tensors), moving)
-    return pushforward.tangents(recomputed(pushforward, [*tensors, *(tangents[1 + i] for i in moving)]))
+    return pushed(ctx.function, [unpack_dual(x)[0] for x in ctx.saved_tensors], tangents[1:])
+
+
+def pushed(function: Recomputable, tensors: Sequence[Tensor], tangents: Sequence[Any]) -> tuple[Tensor | None, ...]:
+    """Tangents of the results."""
+    moving = [i for i, x_dot in enumerate(tangents) if x_dot is not None]
+    pushforward = function.pushforward(len(tensors), moving)
+    return pushforward.tangents(recomputed(pushforward, [*tensors, *(tangents[i] for i in moving)]))
 
 
 def _vmap(info: Any, in_dims: tuple, *args: Any) -> tuple[Any, Any]:
     function, *tensors = args
-    results = recomputed(_Batched(function, in_dims[1:], info.randomness), tensors)
+    results = recomputed(function.batched(in_dims[1:], info.randomness), tensors)
     return results, (0,) * len(results)
 
 
@@ -181,7 +203,7 @@ _Recomputed = function_class(
 )
 
 
-class _Derived(Recomputable):
+class Derived(Recomputable):
     """A function made of another one, whose arguments come first among its own."""
 
     def __init__(self, inner: Recomputable) -> None:
@@ -197,8 +219,12 @@ class _Derived(Recomputable):
         """The same."""
         return self.inner.constants
 
+    def tangents(self, values: Tensors) -> tuple[Tensor | None, ...]:
+        """Of a pushforward: one tangent for each result, out of what a call has returned."""
+        raise NotImplementedError
 
-class _Batched(_Derived):
+
+class Batched(Derived):
     """A function, mapped over batch axes."""
 
     def __init__(self, function: Any, in_dims: tuple, randomness: str) -> None:
@@ -210,7 +236,7 @@ class _Batched(_Derived):
         return tuple(y.contiguous() if 0 in y.stride() else y for y in self._mapped(*tensors))
 
 
-class _Pushforward(_Derived):
+class Pushforward(Derived):
     """A function together with its jvp: results, then the tangents of those that have any."""
 
     def __init__(self, function: Any, num_tensors: int, moving: Sequence[int]) -> None:
@@ -226,14 +252,14 @@ class _Pushforward(_Derived):
         return *results, *(results_dot[k] for k in self._with_tangent)
 
     def tangents(self, values: Tensors) -> tuple[Tensor | None, ...]:
-        """One tangent for each result, out of what a call has returned."""
+        """The tangents, behind the results."""
         found: list[Tensor | None] = [None] * (len(values) - len(self._with_tangent))
         for k, y_dot in zip(self._with_tangent, values[len(found) :], strict=True):
             found[k] = y_dot
         return tuple(found)
 
 
-class _Pullback(_Derived):
+class Pullback(Derived):
     """The vjp of a function: cotangents of the wanted tensors, from tensors and the cotangents of given results."""
 
     def __init__(self, function: Any, num_tensors: int, wanted: Sequence[int], given: Sequence[int]) -> None:
@@ -253,13 +279,17 @@ class _Pullback(_Derived):
             found = moved(*inputs)
             return tuple(found[k] for k in self._given)
 
-        if torch.is_grad_enabled() or _functorch.peek_interpreter_stack() is not None:
+        create_graph = torch.is_grad_enabled()
+        if _functorch.peek_interpreter_stack() is not None or (create_graph and forward_ad._current_level >= 0):
             return torch.func.vjp(results, *inputs)[1](cotangents)
-        # This is not differentiated once more: autograd itself also takes what no transform does.
+        # Autograd itself also takes what no transform does.
         with torch.enable_grad():
-            inputs = [x.detach().requires_grad_() for x in inputs]
+            passes_on = [create_graph and x.requires_grad for x in inputs]
+            pairs = zip(inputs, passes_on, strict=True)
+            inputs = [x.view_as(x) if passes else x.detach().requires_grad_() for x, passes in pairs]
             pairs = [(y, y_bar) for y, y_bar in zip(results(*inputs), cotangents, strict=True) if y.requires_grad]
-            bars = torch.autograd.grad([y for y, _ in pairs], inputs, [y_bar for _, y_bar in pairs], allow_unused=True)
+            ys, y_bars = [y for y, _ in pairs], [y_bar for _, y_bar in pairs]
+            bars = torch.autograd.grad(ys, inputs, y_bars, allow_unused=True, create_graph=create_graph)
         return tuple(torch.zeros_like(x) if bar is None else bar for x, bar in zip(inputs, bars, strict=True))
 
 

@@ -26,10 +26,14 @@ def _check_square(caller: str, x: Tensor) -> None:
     require(x.dim() > 1 and x.shape[-1] == x.shape[-2], f"{caller}: not square matrices: {[*x.shape]}.")
 
 
-@register_decomposition(aten.cholesky)
-def cholesky(self: Tensor, upper: bool = False) -> Tensor:
+def _cholesky(self: Tensor, upper: bool = False) -> Tensor:
     """Cholesky factor, as of `torch.linalg`, which has all its derivatives."""
     return torch.linalg.cholesky(self, upper=upper)
+
+
+# Torch has it up to 2.14.
+if hasattr(aten, "cholesky"):
+    register_decomposition(aten.cholesky)(_cholesky)
 
 
 @register_decomposition(aten.cholesky_inverse)

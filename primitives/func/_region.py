@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import types
 from typing import TYPE_CHECKING, Any
 
 import optree
@@ -19,18 +18,20 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 from primitives._core.errors import LeafError
 from primitives._core.recomputation import Recomputable
 from primitives._repair.switch import is_repaired, repaired_thread
+from primitives.func._reached import Reached
 from primitives.tracing._memory import bottom
 from primitives.tracing._modules.lending import attributes_kept, is_lending, running
 from primitives.tracing._recompute import replays
+from primitives.tracing._torch_private import has_data_mutation, is_functional
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from torch import Tensor, nn
+    from torch import Tensor
 
     Context = Callable[[], contextlib.AbstractContextManager]
 
-__all__ = ["Region"]
+__all__ = ["Guard", "Region"]
 
 _write_back = torch.ops.primitives.write_back.default
 
@@ -47,21 +48,25 @@ class Region(Recomputable):
         self._fn = fn
         self._leaves, self._treespec = optree.tree_flatten((args, kwargs))  # type: ignore[arg-type] - any tree
         self._places = [i for i, x in enumerate(self._leaves) if isinstance(x, torch.Tensor)]
-        modules, self._cells = _reached(fn)
-        self._owners = list(dict.fromkeys(owner for each in modules for owner in each.modules()))
-        # Each parameter and buffer once, with all places where it is registered.
-        self._registered: dict[Tensor, list[tuple[nn.Module, str, str]]] = {}
-        for owner in self._owners:
-            for registry in ("_parameters", "_buffers"):
-                for name, value in getattr(owner, registry).items():
-                    if value is not None:
-                        self._registered.setdefault(value, []).append((owner, registry, name))
-        captured = [cell.cell_contents for cell in self._cells]
+        self._reached = self._look([fn])
+        self._owners, self._registered = self._reached.owners, self._reached.registered
+        captured = [place.get() for place in self._reached.places]
         self.tensors = [*(self._leaves[i] for i in self._places), *captured, *self._registered]
         self._changed: list[int] = []
         self._constants: frozenset[int] = frozenset()
         self._again: list[Context] | None = None
         self._is_repaired, self._is_lent = is_repaired(), is_lending()
+
+    def _look(self, roots: list[Any]) -> Reached:
+        return Reached(roots, _may_be_differentiated)
+
+    def _surroundings(self, tensors: Sequence[Tensor]) -> list[Context]:
+        """What every run but the first enters again."""
+        return [*replays(), *_surroundings(tensors)]
+
+    def _watch(self, known: Sequence[Tensor]) -> contextlib.AbstractContextManager:
+        """Context of the first run."""
+        return Guard(known)
 
     @property
     def changed(self) -> Sequence[int]:
@@ -77,20 +82,19 @@ class Region(Recomputable):
         """Tensors of the output of `fn`, then new values of the buffers that it changes."""
         with contextlib.ExitStack() as stack:
             is_first = self._again is None
+            again = self._surroundings(tensors) if is_first else []
             for make in self._again or ():
                 stack.enter_context(make())
-            if is_first:
-                self._again = [*replays(), *_surroundings(tensors)]
             stack.enter_context(attributes_kept(self._owners))
-            start = len(self._places) + len(self._cells)
-            stack.enter_context(_cells_hold(self._cells, tensors[len(self._places) : start]))
+            start = len(self._places) + len(self._reached.places)
+            stack.enter_context(self._reached.holding(tensors[len(self._places) : start]))
             used = self._put(tensors[start:])
             if self._is_repaired:
                 stack.enter_context(repaired_thread())
             if self._is_lent:
                 stack.enter_context(running(self._owners))
             if is_first:
-                stack.enter_context(_Guard([*tensors, *used]))
+                stack.enter_context(self._watch([*tensors, *used]))
             leaves = list(self._leaves)
             for i, x in zip(self._places, tensors, strict=False):
                 leaves[i] = x
@@ -98,11 +102,13 @@ class Region(Recomputable):
             results, out_treespec = optree.tree_flatten(self._fn(*inner[0], **inner[1]))
             current = [getattr(o, registry).get(name) for (o, registry, name), *_ in self._registered.values()]
             if is_first:
+                self._again = again
                 self._out_treespec = out_treespec
+                self._is_bare = out_treespec.is_leaf() and isinstance(results[0], torch.Tensor)
                 self._out_places = [i for i, y in enumerate(results) if isinstance(y, torch.Tensor)]
                 self._out_leaves = [None if isinstance(y, torch.Tensor) else y for y in results]
                 for i, (x, y) in enumerate(zip(used, current, strict=True)):
-                    if y is not None and (y is not x or bottom(y)._version > self._versions[i]):
+                    if y is not None and (y is not x or _is_written(bottom(y), self._versions[i])):
                         self._changed.append(start + i)
                 places = list(self._registered.values())
                 self._constants = frozenset(
@@ -122,71 +128,32 @@ class Region(Recomputable):
         self._versions = [0 if x.is_inference() else bottom(x)._version for x in used]
         return used
 
-    def output(self, results: tuple[Tensor, ...]) -> Any:
-        """The output of `fn`, out of what a run has returned; buffers get their new values."""
+    def output(self, results: tuple[Tensor, ...], tensors: Sequence[Tensor] | None = None) -> Any:
+        """The output of `fn`, out of what a run (of `tensors`) has returned; buffers get their new values."""
+        if not self.changed and self._is_bare:
+            return results[0]
+        tensors = self.tensors if tensors is None else tensors
+        start, registered = len(self._places) + len(self._reached.places), [*self._registered.values()]
         leaves, count = list(self._out_leaves), len(self._out_places)
         for i, y in zip(self._out_places, results, strict=False):
             leaves[i] = y
         for i, new in zip(self.changed, results[count:], strict=True):
-            old = self.tensors[i]
+            old = tensors[i]
             if new.requires_grad or new.shape != old.shape or new.dtype != old.dtype:
-                for owner, registry, name in self._registered[old]:
+                for owner, registry, name in registered[i - start]:
                     getattr(owner, registry)[name] = new
             else:
                 _write_back([old], [new])
         return self._out_treespec.unflatten(leaves)
 
 
-def _reached(fn: Any) -> tuple[list[nn.Module], list[types.CellType]]:
-    """The modules that a function reaches, and the cells of its closure with tensors that may be differentiated in."""
-    modules: list[nn.Module] = []
-    cells: list[types.CellType] = []
-    stack, seen = [fn], set()
-    while stack:
-        x = stack.pop()
-        if id(x) in seen:
-            continue
-        seen.add(id(x))
-        if isinstance(x, torch.nn.Module):
-            modules.append(x)
-        elif isinstance(x, types.CellType):
-            # An empty one is of a name that is not assigned yet.
-            with contextlib.suppress(ValueError):
-                stack.append(x.cell_contents)
-                if isinstance(x.cell_contents, torch.Tensor) and _may_be_differentiated(x.cell_contents):
-                    cells.append(x)
-        else:
-            stack += _next(x)
-    return modules, cells
-
-
-def _next(x: Any) -> list[Any]:
-    """Where a function, or a container that it reaches, leads."""
-    if isinstance(x, functools.partial):
-        return [x.func, *x.args, *x.keywords.values()]
-    if isinstance(x, types.MethodType):
-        return [x.__self__, x.__func__]
-    if isinstance(x, (list, tuple, dict)):
-        return list(x.values() if isinstance(x, dict) else x)
-    if isinstance(x, types.FunctionType) and not (x.__module__ or "").startswith("torch."):
-        return [*(x.__globals__.get(name) for name in x.__code__.co_names), *(x.__closure__ or ())]
-    return []
+def _is_written(x: Tensor, version: int) -> bool:
+    """Whether `x` was written to since it had this version; functionalization counts some writes by itself."""
+    return x._version > version or (is_functional(x) and has_data_mutation(x))
 
 
 def _may_be_differentiated(x: Tensor) -> bool:
     return x.requires_grad or _functorch.is_functorch_wrapped_tensor(x)
-
-
-@contextlib.contextmanager
-def _cells_hold(cells: Sequence[types.CellType], values: Sequence[Tensor]) -> Iterator[None]:
-    originals = [cell.cell_contents for cell in cells]
-    try:
-        for cell, value in zip(cells, values, strict=True):
-            cell.cell_contents = value
-        yield
-    finally:
-        for cell, original in zip(cells, originals, strict=True):
-            cell.cell_contents = original
 
 
 def _surroundings(tensors: Sequence[Tensor]) -> list[Context]:
@@ -222,7 +189,7 @@ def _depth() -> int:
     return 0 if interpreter is None else interpreter.level()
 
 
-class _Guard(TorchFunctionMode):
+class Guard(TorchFunctionMode):
     """Context in which no tensor is used whose derivative would get lost, since the region does not know it."""
 
     def __init__(self, known: Sequence[Tensor]) -> None:

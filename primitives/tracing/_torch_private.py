@@ -212,6 +212,35 @@ def is_computed(x: Tensor) -> bool:
     return slot is not None and slot.constant is None
 
 
+def constant_value(x: Tensor) -> Tensor | None:
+    """The values of `x` where a graph computes them of constants alone, and nothing is random."""
+    x, mode = plain(bottom(x)), proxy_tensor.get_proxy_mode()
+    slot = None if mode is None else proxy_tensor.get_proxy_slot(x, mode.tracer, None)  # type: ignore[attr-defined] - no stub
+    if slot is None:
+        return None
+    values: dict[fx.Node, Any] = {}
+    tracer: Any = mode.tracer  # type: ignore[union-attr] - there is one
+
+    def compute(node: fx.Node) -> Any:
+        if node not in values:
+            if node.op == "get_attr":
+                values[node] = getattr(tracer.root, str(node.target))
+            elif node.op == "call_function" and schema_of(node.target) is not None and not _draws(node):
+                args, kwargs = fx.map_arg((node.args, node.kwargs), compute)
+                values[node] = node.target(*args, **kwargs)
+            else:
+                raise LookupError
+        return values[node]
+
+    with contextlib.suppress(LookupError), _python_dispatch._disable_current_modes(), torch.no_grad():
+        return compute(slot.proxy.node)
+    return None
+
+
+def _draws(node: fx.Node) -> bool:
+    return torch.Tag.nondeterministic_seeded in node.target.tags  # type: ignore[union-attr] - of an operator
+
+
 def bottom(x: Tensor) -> Tensor:
     """The tensor that the transforms of `torch.func` have wrapped."""
     return unbatched(x)[0]

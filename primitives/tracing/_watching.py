@@ -25,6 +25,8 @@ __all__ = ["Recorder", "UserCalls", "written_by"]
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined] - a getset descriptor
 # They hand values to Python without an operation that anything below sees.
 _READS = frozenset({torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__, torch.Tensor.__dlpack__})
+# They ask for the one value of a tensor, which is known where only constants take part.
+_VALUES = frozenset(getattr(torch.Tensor, name) for name in ("item", "__bool__", "__int__", "__float__", "__index__"))
 # They read tensors inside lists.
 _FACTORIES = frozenset({torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor})
 
@@ -69,6 +71,8 @@ class UserCalls(TorchFunctionMode):
             )
         lists = [x for x in (*args, *kwargs.values()) if isinstance(x, (list, tuple))] if func in _FACTORIES else []
         read = args[:1] if func in _READS else torch_private.leaves_of(*lists)
+        if func in _VALUES and (value := torch_private.constant_value(args[0])) is not None:
+            return func(value)
         if any(isinstance(x, torch.Tensor) and torch_private.is_computed(x) for x in read):
             raise values_needed(self._function, f"{func.__name__}()", current_line())
         return func(*args, **kwargs)

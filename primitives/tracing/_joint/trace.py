@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from primitives._core.errors import DeviceError, LeafError, ShapeError
+from primitives._core.errors import DeviceError, LeafError, MutationError, ShapeError
 from primitives._core.trees.overlay import spread
 from primitives.decompositions import decomposition_table
 from primitives.tracing import _torch_private as torch_private
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["trace_joint"]
+__all__ = ["trace_joint", "traced"]
 
 _FUNCTION = "trace_joint"
 _STATE_NAMES = ("forward_seed", "forward_offset", "backward_seed", "backward_offset")
@@ -110,44 +110,79 @@ def trace_joint(
             return fn(*values[:num], **dict(zip(keys, values[num:], strict=True)))
 
     given = checked_primals(_FUNCTION, fn, args, kwargs, namespace)
+    axes = _dynamic_axes(primals, given, dynamic)
+    return traced(
+        _FUNCTION,
+        by_place,
+        given,
+        axes,
+        no_cotangents=no_cotangents,
+        functionalize_rng=functionalize_rng,
+        table=_table(decompose),
+        device=device,
+    )
+
+
+def traced(
+    function: str,
+    fn: Callable[..., Any],
+    given: Leaves,
+    axes: Sequence[Sequence[int]],
+    *,
+    no_cotangents: bool = False,
+    functionalize_rng: bool = False,
+    table: dict[Any, Any] | None = None,
+    device: torch.device | str | None = None,
+    pure: bool = False,
+) -> JointGraph:
+    """The joint graph of `fn` at the leaves `given`, which may all be constants, with symbols for the sizes of `axes`.
+
+    With `pure`, `fn` must not write to what it is given, and what it returns shares no memory with that.
+    """
     places = tuple(i for i, x in enumerate(given.values) if isinstance(x, torch.Tensor))
     tensors = [given.values[i] for i in places]
     for i, x in zip(places, tensors, strict=True):
         if x.layout != torch.strided or x.is_nested or is_wrapped(x):
             raise LeafError(
-                f"{_FUNCTION}: {given.label(i)} must be a dense tensor of its own, got {type(x).__name__} of "
+                f"{function}: {given.label(i)} must be a dense tensor of its own, got {type(x).__name__} of "
                 f"{x.layout}. Pass its values and indices; for a wrapper subclass, use unwrap_subclasses."
             )
-    axes = _dynamic_axes(primals, given, dynamic)
     mode = torch_private.fake_mode(symbolic=any(axes))
     devices = [x.device if device is None else torch.device(device) for x in tensors]
     if any(on.type == "cuda" for on in devices) and not torch.cuda.is_available():
         # Autograd asks the driver for the stream of every CUDA tensor, fake ones too, and aborts the process.
-        raise DeviceError(f"{_FUNCTION}: tracing for a CUDA device needs one, and there is none. Trace on the CPU.")
+        raise DeviceError(f"{function}: tracing for a CUDA device needs one, and there is none. Trace on the CPU.")
     constants = given._replace(values=[None if i in places else x for i, x in enumerate(given.values)])
     signature = Signature(constants, places, functionalize_rng)
 
     def flat(*tensors: Tensor) -> tuple[Any, ...]:
         with torch_private.functional_world() as world:
             wrapped = [torch_private.wrapped(x) for x in tensors]
-            return tuple(map(torch_private.plain, _run(by_place, signature, no_cotangents, wrapped, world.copied)))
+            results = _run(function, fn, signature, no_cotangents, wrapped, world.copied, pure)
+            return tuple(map(torch_private.plain, results))
 
     states = _STATE_NAMES * functionalize_rng
-    with outside_inference_mode(), typed_errors(_FUNCTION):
+    with outside_inference_mode(), typed_errors(function):
         fakes = zip(tensors, places, devices, strict=True)
         flat_args = [torch_private.fake_of(mode, x, axes[i], on) for x, i, on in fakes]
         with mode:
             flat_args += [torch.empty((), dtype=torch.int64, device=devices[0]) for _ in states]
-        module = torch_private.trace(flat, flat_args, mode, _table(decompose))
+        module = torch_private.trace(flat, flat_args, mode, table)
     primal_names = given.labels(places)
-    refuse_sharing(_FUNCTION, primal_names, tensors, signature.alone)
+    refuse_sharing(function, primal_names, tensors, signature.alone)
     names = [*map(identifier, primal_names), *states]
     cotangent_names = [*map(identifier, signature.outs._replace(roots="cotangents").labels(signature.with_cotangent))]
     return JointGraph(tidied(module, names, cotangent_names, len(places)), signature, mode)
 
 
 def _run(
-    fn: Callable[..., Any], signature: Signature, no_cotangents: bool, args: Sequence[Tensor], copied: set[int]
+    function: str,
+    fn: Callable[..., Any],
+    signature: Signature,
+    no_cotangents: bool,
+    args: Sequence[Tensor],
+    copied: set[int],
+    pure: bool,
 ) -> list[Any]:
     """Outputs, forward state, gradients, backward state of flat tensors; fills the signature."""
     places, given = signature.places, signature.primals
@@ -166,9 +201,13 @@ def _run(
             for i, (_, *geometry) in before.items()
             if torch_private.has_data_mutation(used[i]) or geometry != [used[i].shape, used[i].stride()]
         )
+        if pure:
+            _refuse_writes(function, given, signature.mutated)
+            outs = outs._replace(values=_apart(outs.values, [used[i] for i in places]))
         written = {i for i in places if i in signature.mutated or not copied.isdisjoint(memories(used[i]))}
         signature.alone = tuple(number for number, i in enumerate(places) if i in written)
-        taken = [i for i, y in enumerate(outs.values) if takes_cotangent(y, used)]
+        is_differentiated = any(isinstance(x, torch.Tensor) and x.requires_grad for x in leaves)
+        taken = [i for i, y in enumerate(outs.values) if is_differentiated and takes_cotangent(y, used)]
         if signature.mutated:
             mutated = OrderedDict((given.label(i), used[i]) for i in signature.mutated)
             outs, num = Leaves.of((outs.join(outs.values), mutated), "outs", given.namespace), len(outs.values)
@@ -183,15 +222,35 @@ def _run(
         for node in torch_private.recorded_nodes():
             node.meta[TAG] = "is_forward"
         if no_cotangents:
-            require_loss(_FUNCTION, outs, taken)
+            require_loss(function, outs, taken)
             taken = [0]
         else:
             signature.with_cotangent = tuple(taken)
         return outs, [_stand_in(y, is_loss=no_cotangents) if i in taken else None for i, y in enumerate(outs.values)]
 
-    _, bars = run_joint(_FUNCTION, fn, given, leaves, used, cotangents_of, captures=False, modes=random)
+    _, bars = run_joint(function, fn, given, leaves, used, cotangents_of, captures=False, modes=random)
     signature.gradient_places = tuple(i for i, bar in enumerate(bars) if bar is not None)
+    if pure:
+        bars = _apart(bars, [*results, *args])
     return [*results, *(bar for bar in bars if bar is not None), *(random[1].state if random else ())]
+
+
+def _refuse_writes(function: str, given: Leaves, mutated: Sequence[int]) -> None:
+    if mutated:
+        raise MutationError(
+            f"{function}: the function writes to {', '.join(given.labels(mutated))} in place, and the caller "
+            "would not see it. Return the new value."
+        )
+
+
+def _apart(values: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+    """The values, copied where they share memory with one before or with `others`: autograd wants no views."""
+    taken, found = {number for x in others for number in memories(x)}, []
+    for y in values:
+        numbers = memories(y) if isinstance(y, torch.Tensor) else []
+        found.append(y if taken.isdisjoint(numbers) else y.clone())
+        taken.update(numbers)
+    return found
 
 
 def _stand_in(y: Tensor, *, is_loss: bool) -> Tensor:

@@ -114,6 +114,11 @@ class rng_mode(Decorates, torch_private.TorchDispatchMode):  # noqa: N801 - used
         """The state after what has been drawn up to now."""
         return PhiloxState(self._given.seed, self._given.offset + self._num_blocks)
 
+    @property
+    def has_drawn(self) -> bool:
+        """Whether anything was random up to now."""
+        return not isinstance(self._num_blocks, int) or self._num_blocks > 0
+
     def __enter__(self) -> rng_mode:
         self._contexts.append(replaying_checkpoints(self._replay))
         self._contexts[-1].__enter__()

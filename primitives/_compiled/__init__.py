@@ -1,0 +1,1 @@
+"""Compiled functions that have derivatives of every order: `primitives.compile`."""

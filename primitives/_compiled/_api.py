@@ -1,0 +1,123 @@
+"""`primitives.compile`."""
+
+from __future__ import annotations
+
+import copy
+import types
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from primitives._core.errors import check_callable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from primitives.tracing import JointGraph
+
+__all__ = ["compile"]
+
+
+def compile(
+    fn: Any,
+    *,
+    backend: str | Callable[..., Any] = "inductor",
+    mode: str | None = None,
+    options: dict[str, Any] | None = None,
+    dynamic: bool = False,
+) -> Any:
+    """`fn`, compiled, with derivatives of every order inside and outside of it.
+
+    The value of `fn` and each of its derivatives is traced when it is first needed, and compiled: a program. A training
+    step takes two, the forward pass, and the backward pass from what the first has saved. A derivative of a backward
+    pass computes again, once per order. So compile the whole loss where it holds derivatives, rather than the model.
+
+    Python runs once per program. There is one for each set of sizes, strides, dtypes and devices of tensors, for each
+    set of constants among the arguments, and for the state of torch that changes results: grad mode, autocast, default
+    dtype. Modules, and variables of the closure and of globals, are looked up at each call: their tensors are arguments
+    of the programs, and another variable, submodule or training mode gets programs of its own. Other attributes of
+    objects, the probability of a dropout too, are read once. Random numbers are drawn anew in each call from the state
+    that `torch.manual_seed` sets, and are other ones than those of the uncompiled function. Inside `torch.compile`, and
+    inside any trace, `fn` itself runs.
+
+    Args:
+        fn: Function of pytrees, or a module. What it writes to buffers of modules is written once a call; it may not
+            write to arguments or captured tensors.
+        backend: As in `torch.compile`: a name or a function `(graph module, example inputs) -> callable`.
+        mode: As in `torch.compile`, for Inductor.
+        options: Inductor's options.
+        dynamic: Whether one program serves all sizes. An axis of size 0 or 1 stays as it is.
+
+    Returns:
+        The compiled function; `print` shows its programs, and `graphs` are their joint graphs. For a module, one of
+        the same class that shares everything with it; there they are `compiled` and `compiled.graphs`.
+
+    Raises:
+        TypeError: If `fn` cannot be called.
+        ValueError: If `mode` is not a mode of Inductor.
+        TraceError: By a call, if `fn` asks for the values of a tensor, as a branch and `.item()` do, with the line.
+        MutationError: By a call, if `fn` writes to arguments or captured tensors.
+        LeafError: By a call, if an argument is neither a tensor nor a hashable constant, or a tensor that requires grad
+            is used that is neither reached by the closure nor an argument; for wrapper subclasses, such as `DTensor`.
+
+    Example:
+        >>> import torch, primitives as pr
+        >>> w = torch.ones(3, requires_grad=True)
+        >>> def loss(x):
+        ...     y, y_dot = torch.func.jvp(lambda x: (w * x).sin(), (x,), (torch.ones(3),))
+        ...     return (y - y_dot).square().sum()
+        >>> step = pr.compile(loss, backend="eager")  # "inductor" is the default
+        >>> step(torch.zeros(3)).backward()
+        >>> w.grad
+        tensor([2., 2., 2.])
+    """
+    check_callable("compile", fn)
+    from primitives._compiled._function import CompiledFunction
+    from primitives._compiled._graphs import Settings
+
+    chosen = dict(options or {})
+    if mode is not None:
+        from torch import _inductor
+
+        modes = _inductor.list_mode_options()
+        if mode not in modes:
+            raise ValueError(f"compile: mode must be one of {', '.join(modes)}, got {mode!r}.")
+        chosen = {**modes[mode], **chosen}
+    settings = Settings(backend, {name.replace("-", "_"): value for name, value in chosen.items()}, dynamic)
+    if isinstance(fn, torch.nn.Module):
+        return _twin(fn, settings)
+    return CompiledFunction(fn, settings)
+
+
+class _Compiled:
+    """The part of a compiled module that differs from the module itself, with which it shares its attributes."""
+
+    _original: torch.nn.Module
+    compiled: Any
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's, compiled."""
+        return self.compiled(*args, **kwargs)
+
+    @property
+    def graphs(self) -> dict[str, JointGraph]:
+        """Joint graphs of the programs, by name."""
+        return self.compiled.graphs
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _twin, (self._original, self.compiled.settings.fresh())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return _twin(copy.deepcopy(self._original, memo), self.compiled.settings.fresh())
+
+
+def _twin(module: Any, settings: Any) -> Any:
+    """A module that shares the attributes of `module`, and whose `forward` is compiled."""
+    from primitives._compiled._function import CompiledFunction
+
+    kind = type(module)
+    compiled = CompiledFunction(types.MethodType(kind.forward, module), settings)
+    members = {"_original": module, "compiled": compiled, "__module__": kind.__module__}
+    twin = object.__new__(type(f"Compiled{kind.__name__}", (_Compiled, kind), members))
+    object.__setattr__(twin, "__dict__", module.__dict__)
+    return twin

@@ -1,0 +1,172 @@
+"""What a function uses besides its arguments, found by its closure, its globals, and what these hold."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import types
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from torch import Tensor, nn
+
+__all__ = ["Reached"]
+
+
+class _Place(NamedTuple):
+    """Where a function finds a value: a cell, or a key of a dict or list."""
+
+    holder: Any
+    key: Any
+
+    def get(self) -> Any:
+        """The value; `None` where there is none."""
+        with contextlib.suppress(ValueError, LookupError):
+            return self.holder.cell_contents if self.key is _CELL else self.holder[self.key]
+        return None
+
+    def put(self, value: Any) -> None:
+        """Exchange the value."""
+        if self.key is _CELL:
+            self.holder.cell_contents = value
+        else:
+            self.holder[self.key] = value
+
+
+_CELL = object()
+
+
+class Reached:
+    """Modules, variables and tensors that functions, or the modules among their arguments, reach.
+
+    Attributes:
+        modules: The modules that are found.
+        owners: With those inside.
+        places: Where tensors are that are no parameters or buffers.
+        registered: Each parameter and buffer once, with all places where it is registered.
+    """
+
+    def __init__(self, roots: Sequence[Any], takes: Callable[[Tensor], bool]) -> None:
+        self.places: list[_Place] = []
+        # Variables that lead on, or are constants, with their values.
+        self._links: list[tuple[_Place, Any]] = []
+        self.modules = self._walk(roots, takes)
+        self.owners = list(dict.fromkeys(owner for each in self.modules for owner in each.modules()))
+        self.registered: dict[Tensor, list[tuple[nn.Module, str, str]]] = {}
+        for owner in self.owners:
+            for registry in ("_parameters", "_buffers"):
+                for name, value in getattr(owner, registry).items():
+                    if value is not None:
+                        self.registered.setdefault(value, []).append((owner, registry, name))
+        self._reads = [places[0] for places in self.registered.values()]
+        self._ties = [places for places in self.registered.values() if len(places) > 1]
+        self._state = self._state_now()
+
+    def _walk(self, roots: Sequence[Any], takes: Callable[[Tensor], bool]) -> list[nn.Module]:
+        modules: list[nn.Module] = []
+        stack, seen = [*roots], set()
+        while stack:
+            x = stack.pop()
+            if id(x) in seen:
+                continue
+            seen.add(id(x))
+            if isinstance(x, torch.nn.Module):
+                modules.append(x)
+            elif isinstance(x, _Place):
+                value = x.get()
+                if isinstance(value, torch.Tensor):
+                    if takes(value):
+                        self.places.append(x)
+                    continue
+                stack.append(value)
+                if isinstance(x.holder, types.CellType) or isinstance(value, _LINKED):
+                    self._links.append((x, value))
+            else:
+                stack += _next(x)
+        return modules
+
+    def _state_now(self) -> tuple[list[Any], ...]:
+        """What decides how the modules run, beside their tensors."""
+        owners = self.owners
+        return (
+            [owner.training for owner in owners],
+            [len(owner._parameters) + len(owner._buffers) for owner in owners],
+            [child for owner in owners for child in vars(owner)["_modules"].values()],
+        )
+
+    def tensors(self) -> list[Tensor] | None:
+        """The tensors in `places`, then parameters and buffers, as they are now; `None` if what is reached changed."""
+        for place, value in self._links:
+            if place.get() is not value:
+                return None
+        if self._state_now() != self._state:
+            return None
+        found = [place.get() for place in self.places]
+        found += [getattr(owner, registry).get(name) for owner, registry, name in self._reads]
+        for places in self._ties:
+            first, *others = (getattr(owner, registry).get(name) for owner, registry, name in places)
+            if any(x is not first for x in others):
+                return None
+        for x in found:
+            if not isinstance(x, torch.Tensor):
+                return None
+        return found
+
+    def described(self) -> list[tuple[str, Any]]:
+        """Variables that are constants, and training modes, with names."""
+        constants = [(str(place.key), value) for place, value in self._links if isinstance(value, (int, float, str))]
+        return [*constants, ("training", [owner.training for owner in self.owners])]
+
+    @contextlib.contextmanager
+    def holding(self, values: Sequence[Tensor]) -> Iterator[None]:
+        """Context in which `places` hold other values."""
+        originals = [place.get() for place in self.places]
+        try:
+            for place, value in zip(self.places, values, strict=True):
+                place.put(value)
+            yield
+        finally:
+            for place, original in zip(self.places, originals, strict=True):
+                place.put(original)
+
+
+# Values of globals that a function reads and that may be exchanged; modules of Python and classes are not followed.
+_LINKED = (torch.nn.Module, types.FunctionType, functools.partial, list, tuple, dict, int, float, str, type(None))
+
+
+def _next(x: Any) -> list[Any]:
+    """Where a function, or a container that it reaches, leads."""
+    if isinstance(x, functools.partial):
+        return [x.func, *x.args, *x.keywords.values()]
+    if isinstance(x, types.MethodType):
+        return [x.__self__, x.__func__, *_attributes(x)]
+    if isinstance(x, (list, dict)):
+        return [_Place(x, key) for key in (x if isinstance(x, dict) else range(len(x)))]
+    if isinstance(x, tuple):
+        return list(x)
+    if isinstance(x, types.FunctionType) and not (x.__module__ or "").startswith("torch."):
+        variables = [_Place(x.__globals__, name) for name in _names(x.__code__) if name in x.__globals__]
+        defaults = [*(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values()]
+        return [*variables, *(_Place(cell, _CELL) for cell in x.__closure__ or ()), *defaults]
+    # What stands for a function.
+    wrapped = getattr(x, "__wrapped__", None) if callable(x) and not isinstance(x, type) else None
+    return [] if wrapped is None else [wrapped]
+
+
+def _names(code: types.CodeType) -> list[str]:
+    """Names that are read by code, and by that of functions in it."""
+    inner = [name for x in code.co_consts if isinstance(x, types.CodeType) for name in _names(x)]
+    return list(dict.fromkeys([*code.co_names, *inner]))
+
+
+def _attributes(method: types.MethodType) -> list[_Place]:
+    """Those attributes of an object, other than a module, that its method names."""
+    held = getattr(method.__self__, "__dict__", None)
+    if not isinstance(held, dict) or isinstance(method.__self__, torch.nn.Module):
+        return []
+    code = getattr(method.__func__, "__code__", None)
+    return [] if code is None else [_Place(held, name) for name in _names(code) if name in held]

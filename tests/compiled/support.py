@@ -1,0 +1,32 @@
+"""Shared by the tests of compiled functions."""
+
+import functools
+
+import torch
+from torch import nn
+
+import primitives as pr
+
+# Programs run node by node: the same graphs as for Inductor, in milliseconds.
+plainly = functools.partial(pr.compile, backend="eager")
+
+
+def data(*shape, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, dtype=torch.float64, generator=generator)
+
+
+def same(found, truth, tol=1e-10):
+    found, truth = ([y] if isinstance(y, torch.Tensor) else list(y) for y in (found, truth))
+    for a, b in zip(found, truth, strict=True):
+        torch.testing.assert_close(a, b, rtol=tol, atol=tol)
+
+
+def mlp(norm=nn.LayerNorm):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 5), norm(5), nn.Tanh(), nn.Linear(5, 1)).double()
+    return pr.nn.convert(net)
+
+
+def gradients(net, loss):
+    return torch.autograd.grad(loss, list(net.parameters()), materialize_grads=True)

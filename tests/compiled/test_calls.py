@@ -1,0 +1,369 @@
+"""Calls of compiled functions: state, sizes, constants, random numbers, modes, and what surrounds them."""
+
+import copy
+import functools
+import logging
+import os
+import pickle
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import checkpoint
+
+import primitives as pr
+from tests.compiled.support import data, gradients, mlp, plainly, same
+
+X = data(6, 3)
+SHIFT, SCALE = data(3, seed=2), 1.0
+
+
+def test_modules_by_reference():
+    plain, own = mlp(nn.BatchNorm1d), mlp(nn.BatchNorm1d)
+    model, other = plainly(own), nn.Linear(5, 2).double()
+
+    def both(change):
+        change(plain)
+        change(model)
+        truth = plain(X)
+        same(model(X), truth)
+        truth.sum().backward()
+        model(X).sum().backward()
+        plain(X)
+        for p, q in zip(plain.parameters(), own.parameters(), strict=True):
+            assert (p.grad is None) == (q.grad is None)
+            if p.grad is not None:
+                same(q.grad, p.grad)
+
+    both(lambda net: None)
+    both(nn.Module.eval)
+    both(nn.Module.train)
+    both(lambda net: net.zero_grad())
+    both(lambda net: net[0].weight.requires_grad_(False))
+    both(lambda net: net[0].weight.data.mul_(2))
+    both(lambda net: net.__setitem__(3, copy.deepcopy(other)))
+    both(lambda net: net[3].bias.data.zero_())
+    both(lambda net: net[0].register_parameter("weight", nn.Parameter(torch.ones_like(net[0].weight))))
+    plain.float()
+    model.float()
+    same(model(X.float()), plain(X.float()), 1e-5)
+
+
+def test_optimizer_steps_are_seen():
+    plain, own = mlp(), mlp()
+    step = plainly(lambda x: own(x).square().mean())
+    for net, loss in ((plain, lambda x: plain(x).square().mean()), (own, step)):
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss(X).backward()
+            optimizer.step()
+    same(own.parameters(), plain.parameters())
+    assert len(step.settings.programs) == 2
+
+
+def test_a_parameter_that_was_stepped_before_the_backward_pass_is_refused():
+    net = mlp()
+    loss = plainly(net)(X).square().sum()
+    with torch.no_grad():
+        net[0].weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_tied_parameters_and_modules_as_arguments():
+    net = mlp()
+    net[3] = nn.Linear(5, 5).double()
+    net[3].weight = nn.Parameter(torch.eye(5, dtype=torch.float64))
+    net[0] = nn.Linear(3, 5).double()
+    net.append(nn.Linear(5, 5).double())
+    net[4].weight = net[3].weight
+    loss = plainly(lambda net, x: net(x).square().sum())
+    same(gradients(net, loss(net, X)), gradients(net, net(X).square().sum()))
+    other = mlp()
+    same(loss(other, X), other(X).square().sum())
+
+
+def test_variables():
+    global SHIFT, SCALE
+    w, box = torch.ones(3, dtype=torch.float64, requires_grad=True), [data(3, seed=3)]
+
+    def function(x):
+        return (x * w * box[0] * SCALE + SHIFT).sin().sum()
+
+    compiled = plainly(function)
+
+    def check():
+        same(compiled(X), function(X))
+        same(torch.autograd.grad(compiled(X), w), torch.autograd.grad(function(X), w))
+
+    check()
+    box[0] = box[0] * 2
+    check()
+    box[0].mul_(3)
+    SHIFT = SHIFT * 2
+    check()
+    assert len(compiled.settings.programs) == 2
+    SCALE += 1.0
+    check()
+    held = functools.partial(lambda t, x: (t * x).sum(), box[0])
+    compiled, function = plainly(held), held
+    same(compiled(X), held(X))
+    box[0].add_(1)
+    same(compiled(X), held(X))
+
+
+def test_objects_whose_methods_are_compiled():
+    class Trainer:
+        def __init__(self):
+            self.net = mlp()
+
+        def loss(self, x):
+            return self.net(x).square().sum()
+
+    trainer = Trainer()
+    same(gradients(trainer.net, plainly(trainer.loss)(X)), gradients(trainer.net, trainer.loss(X)))
+
+
+def test_sizes_dtypes_layouts_and_constants():
+    compiled = plainly(lambda x, k, *, keep=False: (x * k).sum(0) if keep else (x.exp() * k).sum())
+    for x in (X, X[:2], X.float(), X.T.contiguous().T, X[:, None]):
+        for options in ({"k": 2}, {"k": 2.0}, {"k": 3, "keep": True}):
+            same(compiled(x, **options), compiled.__wrapped__(x, **options), 1e-6)
+            assert compiled(x, **options).dtype == compiled.__wrapped__(x, **options).dtype
+
+
+def test_dynamic_sizes():
+    net = mlp()
+    compiled = plainly(lambda x: (net(x).square().sum(), net(x)), dynamic=True)
+    for n in (6, 4, 9):
+        x = data(n, 3).requires_grad_()
+        found, truth = compiled(x), (net(x).square().sum(), net(x))
+        same(found, truth)
+        same(torch.autograd.grad(found[0], x), torch.autograd.grad(truth[0], x))
+    assert len(compiled.settings.programs) == 2
+    same(compiled(data(1, 3)), (net(data(1, 3)).square().sum(), net(data(1, 3))))
+
+
+def test_outputs_that_share_memory():
+    compiled = plainly(lambda x: {"same": x, "view": x.T, "twice": [x * 2] * 2, "none": None, "number": 3})
+    x = X.clone().requires_grad_()
+    out = compiled(x)
+    assert (out["none"], out["number"]) == (None, 3)
+    loss = out["same"].sum() + out["view"].square().sum() + out["twice"][0].sum() + out["twice"][1].sum()
+    same(torch.autograd.grad(loss, x), 2 * X + 5)
+
+
+def test_some_outputs_and_some_gradients():
+    compiled = plainly(lambda x, y: (x.sin() * y, y.cos(), (x * y).detach()))
+    x, y = X.clone().requires_grad_(), X.clone().requires_grad_()
+    a, b, c = compiled(x, y)
+    assert not c.requires_grad
+    same(torch.autograd.grad(b.sum(), y, retain_graph=True), -X.sin())
+    same(torch.autograd.grad(a.sum(), x), X.cos() * X)
+    z = plainly(lambda x: (x * x).sum())
+    same(torch.autograd.grad(z(x), x), 2 * X)
+    loss = z(x)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    same(x.grad, 4 * X)
+
+
+def test_dropout():
+    net = nn.Sequential(nn.Linear(3, 40), nn.Dropout(0.5)).double()
+    model = plainly(net)
+    torch.manual_seed(1)
+    first, second = model(X), model(X)
+    torch.manual_seed(1)
+    assert torch.equal(model(X), first)
+    assert not torch.equal(first, second)
+    x = X.clone().requires_grad_()
+    y = model(x)
+    mask = 2 * (y != 0).double()
+    (x_bar,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    same(x_bar, mask @ net[0].weight)
+    # Of the second order, by recomputation.
+    truth = torch.autograd.grad((mask @ net[0].weight).square().sum(), net[0].weight)
+    same(torch.autograd.grad(x_bar.square().sum(), net[0].weight), truth)
+    for randomness, is_one in (("same", True), ("different", False)):
+        found = torch.func.vmap(model, randomness=randomness)(X.expand(2, 6, 3))
+        assert torch.equal(found[0], found[1]) == is_one
+    per_sample = torch.func.vmap(torch.func.grad(lambda row: model(row).sum()), randomness="different")
+    found = per_sample(torch.ones(2, 3, dtype=torch.float64))
+    assert not torch.equal(found[0], found[1])
+    before = torch.get_rng_state()
+    plainly(lambda x: x * 2)(X)
+    assert torch.equal(torch.get_rng_state(), before), "nothing random, nothing drawn"
+
+
+def test_modes():
+    net = mlp()
+    model = plainly(net)
+    assert model(X).requires_grad
+    with torch.no_grad():
+        assert not model(X).requires_grad
+    with torch.inference_mode():
+        assert model(X).is_inference()
+    linear = nn.Linear(3, 4)
+    model, x = plainly(linear), X.float()
+    with torch.autocast("cpu"):
+        y = model(x)
+        assert y.dtype == torch.bfloat16
+        same(y, linear(x), 1e-2)
+    with torch.autocast("cpu"):
+        y.sum().backward()
+        exact = plainly(lambda x: torch.autocast("cpu", enabled=False)(linear)(x))(x)
+    assert exact.dtype == torch.float32
+    assert linear.weight.grad.dtype == model(x).dtype == torch.float32
+    makes = plainly(lambda x: x + torch.zeros(3).dtype.itemsize)
+    same(makes(X), X + 4)
+    torch.set_default_dtype(torch.float64)
+    try:
+        same(makes(X), X + 8)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_repeated_calls_of_transforms():
+    net = mlp()
+    function, v = plainly(lambda z: net(z).sum()), data(3, seed=4)
+    plain = function.__wrapped__
+    for transform in (
+        pr.func.hessian,
+        lambda f: torch.func.jacfwd(torch.func.jacrev(f)),
+        lambda f: torch.func.jacrev(torch.func.jacfwd(f)),
+        lambda f: lambda x: torch.func.jvp(torch.func.vmap(torch.func.grad(f)), (X,), (X,)),
+        lambda f: lambda x: torch.autograd.functional.jacobian(f, x, vectorize=True),
+        lambda f: lambda x: torch.func.vjp(f, x)[1](torch.tensor(1.0, dtype=torch.float64))[0],
+    ):
+        for _ in range(2):
+            same(transform(function)(X[0]), transform(plain)(X[0]))
+    with forward_ad.dual_level():
+        found, truth = (forward_ad.unpack_dual(f(forward_ad.make_dual(X[0], v))).tangent for f in (function, plain))
+    same(found, truth)
+
+
+def test_values_of_first_backward_passes_come_from_what_was_saved():
+    net = mlp()
+    model = plainly(net)
+    x = X.clone().requires_grad_()
+    torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    torch.func.vjp(model, X)[1](torch.ones(6, 1, dtype=torch.float64))
+    names = [program.name for program in model.compiled.settings.programs]
+    assert not any("vjp" in name for name in names), names
+    assert names.count("value, backward") == 2
+
+
+def test_functional_call():
+    net = mlp()
+    compiled = plainly(lambda x: net(x).sum())
+    params = {name: data(*p.shape, seed=5).requires_grad_() for name, p in net.named_parameters()}
+    model = plainly(net)
+    for given in (params, {name: p * 2 for name, p in params.items()}):
+        same(torch.func.functional_call(model, given, (X,)), torch.func.functional_call(net, given, (X,)))
+    found = torch.func.grad(lambda p: torch.func.functional_call(model, p, (X,)).sin().sum())(params)
+    truth = torch.func.grad(lambda p: torch.func.functional_call(net, p, (X,)).sin().sum())(params)
+    same(found.values(), truth.values())
+    same(compiled(X), net(X).sum())
+
+
+def test_around():
+    net = mlp()
+    model, truth = plainly(net), mlp()(X).square().sum()
+    outer = plainly(lambda x: model(x).square().sum())
+    same(gradients(net, outer(X)), gradients(net, net(X).square().sum()))
+    x = X.clone().requires_grad_()
+    for y in (pr.func.checkpoint(model, x), checkpoint(model, x, use_reentrant=False)):
+        same(gradients(net, y.square().sum()), gradients(net, net(X).square().sum()))
+    same(torch.compile(lambda x: model(x).square().sum(), backend="eager", fullgraph=True)(X), truth)
+    assert len(make_fx(model)(X).graph.nodes) > 5
+    tangent = pr.func.checkpoint(lambda x: torch.func.jvp(model, (x,), (X,))[1], x).sum()
+    same(torch.autograd.grad(tangent, x), torch.autograd.grad(torch.func.jvp(net, (x,), (X,))[1].sum(), x))
+
+
+def test_copies():
+    net = mlp()
+    model = plainly(net)
+    truth = model(X)
+    assert isinstance(model, nn.Sequential)
+    assert [*model.state_dict()] == [*net.state_dict()]
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        same(other(X), truth)
+        with torch.no_grad():
+            other[0].weight.zero_()
+        assert len(other.compiled.settings.programs) == 1
+    same(model(X), truth)
+    assert pickle.loads(pickle.dumps(plainly(torch.sin)))(X).equal(X.sin())
+
+
+def test_threads_and_processes():
+    net, found = mlp(), {}
+    compiled = plainly(lambda x: net(x).sum())
+    threads = [threading.Thread(target=lambda n=n: found.setdefault(n, compiled(X[:n]))) for n in range(1, 7)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    same([found[n] for n in range(1, 7)], [net(X[:n]).sum() for n in range(1, 7)])
+    if hasattr(os, "fork"):
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if torch.allclose(compiled(X), net(X).sum()) else 1)
+        assert os.waitpid(child, 0)[1] == 0
+
+
+def test_an_error_leaves_nothing():
+    fails = [True]
+
+    def function(x):
+        if fails[0]:
+            raise KeyError("mine")
+        return x.sin()
+
+    compiled = plainly(function)
+    with pytest.raises(KeyError, match="mine"):
+        compiled(X)
+    assert not compiled.settings.programs
+    fails[0] = False
+    same(compiled(X), X.sin())
+
+
+def test_table_graphs_and_log(caplog):
+    net = mlp()
+    step = plainly(lambda x: net(x).sum())
+    with caplog.at_level(logging.INFO, "primitives.compile"):
+        step(X).backward()
+    lines = repr(step).splitlines()
+    assert len(lines) == 4
+    assert "2 programs" in lines[0]
+    assert lines[2].startswith("value, forward")
+    assert lines[2].endswith("1")
+    assert lines[3].startswith("value, backward")
+    assert "0.weight" in step.graphs["value"].primal_names
+    assert any("value, backward" in record.message for record in caplog.records)
+
+
+def test_a_function_that_compiles_again_and_again_says_so_once(caplog):
+    compiled = plainly(lambda x, k: x * k)
+    for k in range(12):
+        compiled(X, float(k))
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == 1
+    assert "k was 6.0 and is 7.0" in warnings[0]
+
+
+def test_custom_operators():
+    @pr.custom_op("compiled_tests::cube")
+    def cube(x: torch.Tensor) -> torch.Tensor:
+        return x**3
+
+    cube.def_save_for_backward(lambda inputs, output: inputs.x)
+    cube.def_backward(lambda ctx, x, y_bar: {"x": y_bar * 3 * x**2})
+    function = plainly(lambda x: cube(x).sum())
+    x = X.clone().requires_grad_()
+    (g,) = torch.autograd.grad(function(x), x, create_graph=True)
+    same(g, 3 * X**2)
+    same(torch.autograd.grad(g.sum(), x), 6 * X)

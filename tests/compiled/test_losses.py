@@ -1,0 +1,183 @@
+"""Losses with derivatives in them: the whole compiled, and the model alone with derivatives outside of it."""
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+
+import primitives as pr
+from tests.compiled.support import data, gradients, mlp, plainly, same
+
+X, V = data(6, 3), data(6, 3, seed=1)
+
+
+def plain(net, x):
+    return net(x).square().mean()
+
+
+def penalty(net, x):
+    x = x.clone().requires_grad_()
+    (g,) = torch.autograd.grad(net(x).sin().sum(), x, create_graph=True)
+    return g.square().sum()
+
+
+def tangent(net, x):
+    u, u_dot = torch.func.jvp(net, (x,), (V,))
+    return (u - u_dot).square().mean()
+
+
+def second_tangent(net, x):
+    return torch.func.jvp(lambda z: torch.func.jvp(net, (z,), (V,))[1], (x,), (V,))[1].square().mean()
+
+
+def third(net, x):
+    x = x.clone().requires_grad_()
+    (g,) = torch.autograd.grad(net(x).sum(), x, create_graph=True)
+    (h,) = torch.autograd.grad(g.square().sum(), x, create_graph=True)
+    return h.square().sum()
+
+
+def laplacian(net, x):
+    hessians = pr.func.vmap(pr.func.hessian(lambda z: net(z).sum()))(x)
+    return hessians.diagonal(dim1=-2, dim2=-1).sum(-1).square().mean()
+
+
+def per_sample(net, x):
+    return torch.func.vmap(torch.func.grad(lambda z: net(z).square().sum()))(x).square().mean()
+
+
+def biharmonic(net, x):
+    """Ends the process where a zero tangent without memory meets tensors without memory."""
+    fourth = torch.func.jacfwd(torch.func.jacfwd(torch.func.jacrev(lambda z: net(z).sum())))
+    return torch.func.vmap(fourth)(x).square().sum()
+
+
+LOSSES = (plain, penalty, tangent, second_tangent, third, laplacian, per_sample, biharmonic)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_whole(loss):
+    net = mlp()
+    step, truth = plainly(functools.partial(loss, net)), gradients(net, loss(net, X))
+    for _ in range(2):
+        same(gradients(net, step(X)), truth)
+    assert len(step.settings.programs) == 2, "forward and backward pass"
+
+
+@pytest.mark.parametrize("loss", LOSSES[:-1])
+def test_model(loss):
+    net = mlp()
+    model = plainly(net)
+    same(gradients(net, loss(model, X)), gradients(net, loss(net, X)))
+
+
+def test_inductor():
+    net = mlp()
+    step = pr.compile(functools.partial(penalty, net))
+    same(gradients(net, step(X)), gradients(net, penalty(net, X)))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+def test_backends(loss, compiler):
+    net = mlp()
+    step, model = pr.compile(functools.partial(loss, net), backend=compiler), pr.compile(net, backend=compiler)
+    for found in (step(X), loss(model, X)):
+        same(gradients(net, found), gradients(net, loss(net, X)))
+
+
+@pytest.mark.parametrize("loss", [plain, penalty])
+def test_batch_norm(loss):
+    """Statistics are written once a call, also where the backward pass is recorded."""
+    plain_net, whole_net, inner_net = (mlp(nn.BatchNorm1d) for _ in range(3))
+    step, model = plainly(functools.partial(loss, whole_net)), plainly(inner_net)
+    for _ in range(2):
+        truth = gradients(plain_net, loss(plain_net, X))
+        same(gradients(whole_net, step(X)), truth)
+        same(gradients(inner_net, loss(model, X)), truth)
+        same(whole_net.buffers(), plain_net.buffers())
+        same(inner_net.buffers(), plain_net.buffers())
+
+
+# Every order of forward and reverse mode.
+
+
+def reverse(f):
+    return lambda x: (torch.func.grad(f)(x) * V[0]).sum()
+
+
+def recorded(f):
+    def run(x):
+        x = x if x.requires_grad else x.clone().requires_grad_()
+        return (torch.autograd.grad(f(x), x, create_graph=True)[0] * V[0]).sum()
+
+    return run
+
+
+def forward(f):
+    return lambda x: torch.func.jvp(f, (x,), (V[0],))[1]
+
+
+def of_layer_norm(x):
+    return pr.functional.layer_norm(x * x, (3,)).sin().sum()
+
+
+def of_batch_norm(x):
+    return pr.functional.batch_norm(torch.outer(x, x) + x, None, None, training=True).sin().sum()
+
+
+def of_attention(x):
+    q = torch.outer(x, x).sin()[None, None]
+    return pr.functional.scaled_dot_product_attention(q, q * q, q).sin().sum()
+
+
+NET = mlp()
+
+
+def of_mlp(x):
+    return NET(x).sin().sum()
+
+
+FUNCTIONS = (of_layer_norm, of_batch_norm, of_attention, of_mlp)
+MODES = {"f": forward, "r": reverse}
+
+
+def nestings(order):
+    return [kinds + kind for kinds in nestings(order - 1) for kind in MODES] if order else [""]
+
+
+def nested(kinds, f):
+    for kind in kinds:
+        f = MODES[kind](f)
+    return f
+
+
+def check_nesting(f, kinds):
+    truth = nested(kinds, f)(X[0])
+    for inner in range(len(kinds) + 1):
+        found = nested(kinds[inner:], plainly(nested(kinds[:inner], f)))(X[0])
+        same(found, truth)
+
+
+@pytest.mark.parametrize("f", FUNCTIONS)
+@pytest.mark.parametrize("kinds", ["fr", "rf"])
+def test_second_orders(f, kinds):
+    check_nesting(f, kinds)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("f", FUNCTIONS)
+@pytest.mark.parametrize("kinds", ["ff", "rr", *nestings(3), *nestings(4)])
+def test_higher_orders(f, kinds):
+    check_nesting(f, kinds)
+
+
+@pytest.mark.parametrize("f", FUNCTIONS)
+def test_recorded_backward_passes(f):
+    for order in (1, 2, 3):
+        compiled, truth = plainly(f), f
+        for _ in range(order):
+            compiled, truth = recorded(compiled), recorded(truth)
+        same(compiled(X[0]), truth(X[0]))

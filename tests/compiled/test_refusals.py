@@ -1,0 +1,157 @@
+"""What no program can hold is refused with the line and the remedy; planted faults are caught."""
+
+import numpy as np
+import pytest
+import torch
+
+import primitives as pr
+from primitives._compiled import _derivatives, _saved
+from primitives._core import recomputation
+from tests.compiled.support import data, gradients, mlp, plainly, same
+
+X = data(4, 3)
+
+
+def branch(x):
+    if x.sum() > 0:
+        return x
+    return -x
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        branch,
+        lambda x: x * x.sum().item(),
+        lambda x: x[x.nonzero()[:, 0]],
+        lambda x: x[x > 0].sum(),
+        lambda x: float(x.sum()) * x,
+        lambda x: x.tolist(),
+    ],
+)
+def test_values(function):
+    with pytest.raises(pr.TraceError, match=r"test_refusals.py:\d+.*torch.where"):
+        plainly(function)(X)
+
+
+def test_values_of_constants_may_be_asked():
+    def function(x):
+        mask = torch.tensor([True, True, False])
+        return x * 2 if mask.any() else x
+
+    same(plainly(function)(X), 2 * X)
+
+
+HELD = torch.zeros(3, dtype=torch.float64)
+
+
+def writes_argument(x):
+    return x.mul_(2)
+
+
+def writes_variable(x):
+    HELD.add_(1)
+    return x + HELD
+
+
+@pytest.mark.parametrize("function, name", [(writes_argument, "x"), (writes_variable, "captured")])
+def test_writes(function, name):
+    with pytest.raises(pr.MutationError, match=f"writes to {name}"):
+        plainly(function)(X.clone())
+    assert not HELD.any()
+
+
+def test_arguments():
+    with pytest.raises(pr.LeafError, match="must be a tensor, a hashable constant"):
+        plainly(lambda x, a: x)(X, np.ones(2))
+    with pytest.raises(pr.LeafError, match="must be a dense tensor of torch"):
+        plainly(lambda x: x.to_dense())(X.to_sparse())
+    with pytest.raises(TypeError, match="Pass the function itself"):
+        pr.compile(X)
+    with pytest.raises(ValueError, match="mode must be one of"):
+        pr.compile(torch.sin, mode="fast")
+    hidden = type("Hidden", (), {"__call__": lambda self, x: x * self.w, "w": X.clone().requires_grad_()})()
+    with pytest.raises(pr.LeafError, match="requires grad and is not an input"):
+        plainly(hidden)(X)
+
+
+# Planted faults: each of these would pass for a program, and the comparison with eager code sees it.
+
+
+def second_order(model):
+    x = X.clone().requires_grad_()
+    (x_bar,) = torch.autograd.grad(model(x).sin().sum(), x, create_graph=True)
+    return x_bar.square().sum()
+
+
+def is_caught(loss):
+    net = mlp()
+    try:
+        same(gradients(net, loss(plainly(net))), gradients(net, loss(net)))
+    except (AssertionError, RuntimeError):
+        return True
+    return False
+
+
+def changed_saved_value(patch):
+    save = _saved._save
+    patch.setattr(
+        _saved,
+        "_save",
+        lambda ctx, halves, tensors, out: save(
+            ctx, halves, tensors, [*out[: halves.num], *(2 * y for y in out[halves.num :])]
+        ),
+    )
+
+
+def stale_parameter(patch):
+    run = _derivatives.Halves.backward
+    patch.setattr(
+        _derivatives.Halves,
+        "backward",
+        lambda self, values, *flags: run(self, (values[0], *(2 * y for y in values[1:7]), *values[7:]), *flags),
+    )
+
+
+def wrong_order_of_recomputation(patch):
+    patch.setattr(
+        _derivatives.Compiled,
+        "pullback",
+        lambda self, num, wanted, given: recomputation.Pullback(self, num, wanted[::-1], given),
+    )
+
+
+def dropped_tangent(patch):
+    inner = recomputation.Pushforward.__call__
+    patch.setattr(
+        recomputation.Pushforward,
+        "__call__",
+        lambda self, *values: inner(self, *values[: self._count], *map(torch.zeros_like, values[self._count :])),
+    )
+
+
+def other_sizes(patch):
+    patch.setattr(_derivatives, "_meta", lambda x: x.dim())
+
+
+def of_two_sizes(model):
+    return sum(
+        torch.func.vjp(model, x)[1](torch.ones(len(x), 1, dtype=torch.float64))[0].square().sum() for x in (X, X[:2])
+    )
+
+
+@pytest.mark.parametrize(
+    "fault, loss",
+    [
+        (changed_saved_value, lambda model: model(X).square().sum()),
+        (stale_parameter, lambda model: model(X).square().sum()),
+        (wrong_order_of_recomputation, second_order),
+        (dropped_tangent, lambda model: torch.func.jvp(model, (X,), (X,))[1].square().sum()),
+        (other_sizes, of_two_sizes),
+    ],
+)
+def test_planted_faults(fault, loss):
+    assert not is_caught(loss)
+    with pytest.MonkeyPatch.context() as patch:
+        fault(patch)
+        assert is_caught(loss)
