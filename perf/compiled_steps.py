@@ -35,7 +35,7 @@ def mlp(sizes: Sequence[int], act: type[nn.Module] = nn.Tanh, *, norm: bool = Fa
     layers: list[nn.Module] = []
     for i, o in itertools.pairwise(sizes[:-1]):
         layers += [nn.Linear(i, o), *[nn.LayerNorm(o)] * norm, act()]
-    return pr.nn.convert(nn.Sequential(*layers, nn.Linear(*sizes[-2:])))
+    return pr.nn.convert(nn.Sequential(*layers, nn.Linear(sizes[-2], sizes[-1])))
 
 
 class Block(nn.Module):
@@ -115,7 +115,8 @@ def burgers_reverse(net: Any, xt: Tensor) -> Tensor:
 def burgers_forward(net: Any, xt: Tensor) -> Tensor:
     """The same, by forward mode."""
     e_x, e_t = (torch.tensor(e).expand_as(xt).clone() for e in ([1.0, 0.0], [0.0, 1.0]))
-    (u, u_x), (_, u_xx) = torch.func.jvp(lambda z: torch.func.jvp(net, (z,), (e_x,)), (xt,), (e_x,))
+    twice: Any = torch.func.jvp(lambda z: torch.func.jvp(net, (z,), (e_x,)), (xt,), (e_x,))
+    (u, u_x), (_, u_xx) = twice
     u_t = torch.func.jvp(net, (xt,), (e_t,))[1]
     return (u_t + u * u_x - 0.01 * u_xx).square().mean()
 
@@ -147,14 +148,16 @@ def mean_flow(net: Any, x: Tensor) -> Tensor:
     """A MeanFlow step: the target holds a JVP in tokens and time, and is constant."""
     noise, (r, t) = x.flip(0), x[:, 0, :2].sigmoid().unbind(-1)
     z, v = (1 - t)[:, None, None] * x + t[:, None, None] * noise, noise - x
-    u, u_dot = torch.func.jvp(lambda z, t: net(z, r, t), (z, t), (v, torch.ones_like(t)))
+    both: Any = torch.func.jvp(lambda z, t: net(z, r, t), (z, t), (v, torch.ones_like(t)))
+    u, u_dot = both
     return (u - (v - (t - r)[:, None, None] * u_dot).detach()).square().mean()
 
 
 def curvature(net: Any, x: Tensor) -> Tensor:
     """A loss and its Hessian-vector product in the tokens."""
     v = torch.ones_like(x)
-    g, hv = torch.func.jvp(torch.func.grad(lambda z: net(z).square().mean()), (x,), (v,))
+    both: Any = torch.func.jvp(torch.func.grad(lambda z: net(z).square().mean()), (x,), (v,))
+    g, hv = both
     return (g * v).sum() + hv.square().sum()
 
 
@@ -210,7 +213,8 @@ def measure(case: Case, seconds: float = 3.0) -> dict[str, Any]:
     torch.manual_seed(0)
     net, x = case.net(), torch.rand(case.shape)
     eager = functools.partial(case.loss, net)
-    runs, first = {"eager": functools.partial(_step, net, eager, x)}, {}
+    runs: dict[str, Callable[[], Any]] = {"eager": functools.partial(_step, net, eager, x)}
+    first, difference = {}, float("nan")
     truth = [y.clone() for y in runs["eager"]()]
     for name, compile in {"ours": pr.compile, "torch.compile": torch.compile}.items():
         step = functools.partial(_step, net, compile(functools.partial(case.loss, net)), x)
@@ -310,8 +314,8 @@ def _jax_steps() -> dict[str, Callable[[], Callable[[], Any]]]:  # noqa: C901 - 
     """For each of the first six steps, what makes the same step in JAX; nothing where JAX is not installed."""
     os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1")
     try:
-        import jax
-        import jax.numpy as jnp
+        import jax  # type: ignore[import-not-found] - no dependency
+        import jax.numpy as jnp  # type: ignore[import-not-found]
     except ModuleNotFoundError:
         return {}
 

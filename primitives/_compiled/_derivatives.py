@@ -7,7 +7,7 @@ import copy
 import dataclasses
 import functools
 import operator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import _C, fx
@@ -252,7 +252,7 @@ class Halves:
         self.num_kept = len(kept)
         self.module = fx.GraphModule(forward.module, copy.deepcopy(forward.module.graph))
         output = self.module.graph.output_node()
-        results = list(output.args[0])
+        results: list[Any] = list(cast("Any", output.args[0]))
         output.args = ([*results[:num], *(results[num + i] for i in kept)],)
         self.module.recompile()
         name, settings = function.name, function.settings
@@ -311,7 +311,8 @@ class Halves:
         module = fx.GraphModule(self._backward_module, copy.deepcopy(self._backward_module.graph))
         graph, output = module.graph, module.graph.output_node()
         kept = [k for k, i in enumerate(self._gradients) if needed[i]]
-        output.args = ([output.args[0][k] for k in kept],)
+        results: Any = output.args[0]
+        output.args = ([results[k] for k in kept],)
         graph.eliminate_dead_code()
         places, strides = [], []
         for node in graph.find_nodes(op="placeholder"):

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import functools
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import optree
 import torch
@@ -82,11 +82,11 @@ class _Traced(Region):
     def _watch(self, known: Sequence[Tensor]) -> contextlib.AbstractContextManager:
         return contextlib.nullcontext()
 
-    def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def __call__(self, *given: Tensor) -> tuple[Tensor, ...]:
         """Tensors of the output, then new values of buffers."""
         from primitives.tracing import PhiloxState, rng_mode
 
-        *tensors, seed = tensors
+        *tensors, seed = given
         with contextlib.ExitStack() as stack:
             for make in self._contexts:
                 stack.enter_context(make())
@@ -139,7 +139,7 @@ class _Site:
                     break
             else:
                 results = self._planned(tensors)
-        return self.region.output(results, tensors)
+        return self.region.output(tuple(results), tensors)
 
     def _seed(self) -> Tensor:
         if self._is_known:
@@ -287,7 +287,7 @@ class CompiledFunction:
 
 
 def _unhashable(leaves: Sequence[Any], args: tuple, kwargs: dict[str, Any]) -> LeafError:
-    for x, path in zip(leaves, optree.tree_accessors((args, kwargs)), strict=True):
+    for x, path in zip(leaves, optree.tree_accessors(cast("Any", (args, kwargs))), strict=True):
         try:
             hash(x)
         except TypeError:

@@ -225,8 +225,9 @@ def _by_inductor(
         device = next((x.device for x in fakes if isinstance(x, torch.Tensor)), torch.device("cpu"))
         module = compile_fx._recursive_joint_graph_passes(module, input_device=device)
         output = module.graph.output_node()
+        results: Any = output.args[0]
         output.meta["user_visible_output_idxs"] = [
-            i for i, node in enumerate(output.args[0]) if i < num_visible and isinstance(node, fx.Node)
+            i for i, node in enumerate(results) if i < num_visible and isinstance(node, fx.Node)
         ]
         code = compile_fx.compile_fx_inner(module, fakes, graph_id=next(_numbers), is_inference=True)
     # Around it torch counts calls, for as long as a small program runs.

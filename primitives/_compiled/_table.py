@@ -16,7 +16,7 @@ _HEADER = ("program", "inputs", "nodes", "saved bytes", "trace s", "compile s", 
 
 def table(name: str, programs: Sequence[Program]) -> str:
     """One line for each program."""
-    rows = [_HEADER]
+    rows: list[tuple[str, ...]] = [_HEADER]
     for p in programs:
         seconds = (f"{x:.1f}" for x in (p.trace_seconds, p.compile_seconds))
         rows.append((p.name, _short(p.sizes), str(p.num_nodes), str(p.saved_bytes), *seconds, str(p.num_calls)))

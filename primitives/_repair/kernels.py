@@ -15,7 +15,6 @@ import torch
 from torch import _C
 from torch._C import _functorch  # type: ignore[attr-defined] - no stub
 from torch.autograd import forward_ad
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from primitives._audit.table import is_tabled, verdicts_of
 from primitives._core import backend
@@ -128,7 +127,7 @@ def inplace_kernel(repair: Repair, own: Callable[..., Any]) -> Callable[..., Any
     def kernel(keyset: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
         if not is_active() or is_repairing(repair.name):
             return own(keyset, x, *args, **kwargs)
-        is_recorded = repair.reverse == "formula" and torch.is_grad_enabled() and _C._any_requires_grad(x, *args)
+        is_recorded = repair.reverse != "torch" and torch.is_grad_enabled() and _C._any_requires_grad(x, *args)
         if peek() is None and not is_recorded and not carries_tangent((x, *args), kwargs):
             return own(keyset, x, *args, **kwargs)
         return x.copy_(repair.operator(x.clone(), *args, **kwargs))
@@ -142,11 +141,11 @@ def _in_plain_code(own: Callable[..., Any], repair: Repair) -> Callable[..., Any
         return own
     if repair.reverse == "formula":
         return _recorded_by(own, repair)
-    eps_at = repair.eps_at
+    eps_at, returns_several = repair.eps_at, len(repair.operator._schema.returns) > 1
 
     def marked(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         outputs = own(keyset, *args, **kwargs)
-        node = outputs[0].grad_fn
+        node = (outputs[0] if returns_several else outputs).grad_fn
         if node is not None:
             node.metadata[MARK] = None if eps_at is None else args[eps_at]
         return outputs
@@ -160,15 +159,15 @@ def _recorded_by(own: Callable[..., Any], repair: Repair) -> Callable[..., Any]:
     def recorded(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         if not (torch.is_grad_enabled() and _C._any_requires_grad(*args, *kwargs.values())):
             return own(keyset, *args, **kwargs)
-        values, spec = tree_flatten((args, kwargs))
+        # No operator of this kind takes a list of tensors.
+        values = [*args, *kwargs.values()]
         places = [i for i, value in enumerate(values) if isinstance(value, torch.Tensor)]
 
         def call(function: Callable[..., Any], tensors: Sequence[Any]) -> list[Any]:
             given = list(values)
             for i, x in zip(places, tensors, strict=True):
                 given[i] = x
-            positional, named = tree_unflatten(given, spec)
-            outputs = function(*positional, **named)
+            outputs = function(*given[: len(args)], **dict(zip(kwargs, given[len(args) :], strict=True)))
             return [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
 
         tensors = [values[i] for i in places]

@@ -47,6 +47,12 @@ def hardsigmoid(x: Tensor) -> Tensor:
     return torch.where(x <= -3, 0.0, torch.where(x >= 3, 1.0, x / 6 + 0.5))
 
 
+@register_decomposition(aten.hardsigmoid_backward)
+def hardsigmoid_backward(grad_output: Tensor, self: Tensor) -> Tensor:
+    """A sixth of the cotangent where x lies between -3 and 3."""
+    return torch.where((self > -3) & (self < 3), grad_output / 6, 0.0)
+
+
 @register_decomposition(aten.sinc)
 def sinc(self: Tensor) -> Tensor:
     """`sin(t) / t` of `t = pi x`, around zero by its series to 1e-21: torch takes derivatives there for constants."""

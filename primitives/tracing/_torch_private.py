@@ -227,7 +227,8 @@ def constant_value(x: Tensor) -> Tensor | None:
                 values[node] = getattr(tracer.root, str(node.target))
             elif node.op == "call_function" and schema_of(node.target) is not None and not _draws(node):
                 args, kwargs = fx.map_arg((node.args, node.kwargs), compute)
-                values[node] = node.target(*args, **kwargs)
+                target: Any = node.target
+                values[node] = target(*args, **kwargs)
             else:
                 raise LookupError
         return values[node]
