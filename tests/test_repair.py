@@ -367,13 +367,13 @@ def test_checkpoint_keeps_nothing_more():
 
 
 def test_subclasses_of_tensors_stay_what_they_are():
-    class Labelled(torch.Tensor):
+    class Labeled(torch.Tensor):
         pass
 
-    x = torch.randn(4, 3).as_subclass(Labelled)
+    x = torch.randn(4, 3).as_subclass(Labeled)
     with pr.repair_torch():
         y, y_dot = torch.func.jvp(lambda x: F.layer_norm(x, (3,)), (x,), (x,))
-        assert type(F.layer_norm(x, (3,))) is Labelled
+        assert type(F.layer_norm(x, (3,))) is Labeled
     expected = torch.func.jvp(lambda x: pr.functional.layer_norm(x, (3,)), (torch.Tensor(x),), (torch.Tensor(x),))
     torch.testing.assert_close((torch.Tensor(y), torch.Tensor(y_dot)), expected)
 

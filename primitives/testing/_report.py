@@ -16,7 +16,7 @@ NOTE_WIDTH = 60
 
 
 def html_table(before: str, header: Sequence[str], rows: Sequence[Sequence[str]], after: str = "") -> str:
-    """Texts and a table for a notebook, which gives them its own colours."""
+    """Texts and a table for a notebook, which gives them its own colors."""
 
     def line(tag: str, cells: Sequence[str]) -> str:
         style = 'style="text-align: left; vertical-align: top; white-space: pre-wrap"'
