@@ -56,15 +56,17 @@ class Registrations:
                 f"repair_torch needs torch.library.get_kernel, which torch {torch.__version__} does not have. Install "
                 "torch 2.11 or newer, or call primitives.functional."
             )
-        self._library = torch.library.Library("aten", "IMPL")
-        for name, device, make in kernels:
-            key, overload = f"Autograd{device}", name.partition("::")[2]
-            kernel = run_as_written(make(torch.library.get_kernel(name, key).call_boxed))
-            with warnings.catch_warnings():
-                # Torch's own, where another package has a kernel: `warn_of_others` names it.
-                warnings.simplefilter("ignore")
-                self._library.impl(overload, kernel, key, with_keyset=True, allow_override=True)
-            self._names.add(name)
+        library, names = torch.library.Library("aten", "IMPL"), set()
+        with warnings.catch_warnings():
+            # Torch's own, where another package has a kernel: `warn_of_others` names it.
+            warnings.simplefilter("ignore")
+            for name, device, make in kernels:
+                key = f"Autograd{device}"
+                kernel = run_as_written(make(torch.library.get_kernel(name, key).call_boxed))
+                library.impl(name.partition("::")[2], kernel, key, with_keyset=True, allow_override=True)
+                names.add(name)
+        self._library, self._names = library, names
+        self._forget_lookups()
 
     def warn_of_others(self, stacklevel: int) -> None:
         """Name packages that have kernels for these operators, each once."""
@@ -83,3 +85,10 @@ class Registrations:
         if self._library is not None:
             self._library._destroy()
             self._library = None
+            self._forget_lookups()
+
+    def _forget_lookups(self) -> None:
+        """Have tracers look the kernels of these operators up again, which they keep by operator."""
+        for name in self._names:
+            packet, _, overload = name.partition("::")[2].partition(".")
+            getattr(getattr(torch.ops.aten, packet), overload or "default")._dispatch_cache.clear()

@@ -203,9 +203,10 @@ def _replaced(
     call: Any, repair: Repair, tensors: Sequence[Tensor], places: Sequence[int | None], _found: Any, cotangents: Any
 ) -> tuple[Any, ...] | None:
     """The gradients that torch's node returns, by the formula, where a tracer sees a backward pass that is recorded."""
-    if not torch.is_grad_enabled():
+    is_recorded = torch.is_grad_enabled()
+    if not (is_recorded or repair.is_wrong_at_once):
         return None
-    gradients = _by_formula(call, repair, tensors, cotangents, is_recorded=True)
+    gradients = _by_formula(call, repair, tensors, cotangents, is_recorded=is_recorded)
     return tuple(None if place is None else gradients[place] for place in places)
 
 

@@ -51,10 +51,14 @@ def _unmasked(bars: Sequence[Any], mask: Sequence[bool]) -> tuple[Any, ...]:
     return tuple(bar if wanted else None for bar, wanted in zip(bars, mask, strict=True))
 
 
+def _are_of_one_dtype(x: Tensor, *others: Tensor | None) -> bool:
+    """Whether a primitive takes these; torch's statistics of half precision are in half precision on the CPU."""
+    return x.dtype in (torch.float32, torch.float64) and all(y is None or y.dtype == x.dtype for y in others)
+
+
 def _layer_norm(eps: float | None, *args: Any) -> Any:
     y_bar, x, shape, mean, rstd, weight, bias, mask = args
-    is_alike = all(p is None or p.dtype == x.dtype for p in (weight, bias))
-    if eps is None or not is_alike or x.numel() == 0:
+    if eps is None or x.numel() == 0 or not _are_of_one_dtype(x, y_bar, mean, weight, bias):
         return decomposition_table[aten.native_layer_norm_backward.default](*args)
     rows = x.shape[: x.dim() - len(shape)]
     wanted = (mask[0], mask[1] and weight is not None, mask[2] and bias is not None)
@@ -65,7 +69,7 @@ def _layer_norm(eps: float | None, *args: Any) -> Any:
 
 def _batch_norm(_eps: float | None, *args: Any) -> Any:
     y_bar, x, weight, _running_mean, _running_var, mean, rstd, training, eps, mask = args
-    if not training or mean is None or x.numel() == 0 or (weight is not None and weight.dtype != x.dtype):
+    if not training or x.numel() == 0 or not _are_of_one_dtype(x, y_bar, mean, weight):
         return decomposition_table[aten.native_batch_norm_backward.default](*args)
     bars = batch_norm_bwd_p(y_bar.contiguous(), x, weight, mean, rstd, 0, eps, tuple(mask))
     return _unmasked(bars, mask)
@@ -86,8 +90,12 @@ def _attention(
     scale: float | None = None,
 ) -> tuple[Tensor, ...]:
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    options = None, None, None, scale, is_causal, 0.0, (True, True, True, False)
-    return attention_bwd_p(o_bar, None, q, k, v, attn_mask, o, lse, *options)[:3]
+    if attn_mask is not None:
+        attn_mask = attn_mask.reshape([1] * (q.dim() - attn_mask.dim()) + [*attn_mask.shape])
+    is_mask = attn_mask is not None and attn_mask.dtype == torch.bool
+    bias, mask = (None, attn_mask) if is_mask else (attn_mask, None)
+    options = mask, None, None, scale, is_causal, 0.0, (True, True, True, False)
+    return attention_bwd_p(o_bar, None, q, k, v, bias, o, lse, *options)[:3]
 
 
 _FORMULAS: dict[OpOverload, Callable[..., Any]] = {

@@ -61,11 +61,15 @@ def is_repairing(name: str) -> bool:
 
 @contextlib.contextmanager
 def repairing(name: str) -> Iterator[None]:
-    """Context in which the formula of an operator runs."""
+    """Context in which the formula of an operator runs: without autocast, which casts none of torch's own kernels."""
     previous = this_thread.running
     this_thread.running = previous | {(name, _level())}
     try:
-        yield
+        with contextlib.ExitStack() as stack:
+            for device in ("cpu", "cuda"):
+                if torch.is_autocast_enabled(device):
+                    stack.enter_context(torch.autocast(device, enabled=False))
+            yield
     finally:
         this_thread.running = previous
 

@@ -103,6 +103,8 @@ class repair_torch(Decorates):  # noqa: N801 - used like a function, as torch.se
         """Begin on this thread alone."""
         _refuse_to_compile()
         with _lock:
+            if not is_active():
+                _compiled.begin()
             self._leave_process()
             _open_contexts.append(1)
             _register()

@@ -21,10 +21,26 @@ for _operator in (
     aten.binary_cross_entropy_with_logits.default,
     aten.grid_sampler_2d.default,
     aten.multi_margin_loss.default,
-    aten.multilabel_margin_loss_forward.default,
     aten.native_dropout_backward.default,
 ):
     register_decomposition(_operator)(_decomp.decomposition_table[_operator])
+
+
+@register_decomposition(aten.multilabel_margin_loss_forward)
+def multilabel_margin_loss(self: Tensor, target: Tensor, reduction: int) -> tuple[Tensor, Tensor]:
+    """Loss of scores `[N, C]` or `[C]` and of the classes before the first -1 of each row, and which classes these are.
+
+    Torch's own decomposition takes classes behind the first -1 too.
+    """
+    x, labels = torch.atleast_2d(self), torch.atleast_2d(target)
+    counts = (labels >= 0).to(torch.int64).cumprod(1)
+    labels = labels.clamp(min=0)
+    is_target = torch.zeros_like(counts).scatter_add(1, labels, counts) > 0
+    margins = (1 - x.gather(1, labels).unsqueeze(2) + x.unsqueeze(1)).clamp(min=0)
+    losses = (margins * counts.unsqueeze(2) * ~is_target.unsqueeze(1)).sum((1, 2)) / x.shape[1]
+    losses = losses.reshape(self.shape[:-1])
+    loss = losses if reduction == 0 else losses.mean() if reduction == 1 else losses.sum()
+    return loss, is_target.to(self.dtype).reshape(target.shape)
 
 
 @register_decomposition(aten._safe_softmax)

@@ -86,6 +86,12 @@ def cdist_forward(x1: Tensor, x2: Tensor, p: float, compute_mode: int | None) ->
     return _distance(x1.unsqueeze(-2) - x2.unsqueeze(-3), p)
 
 
+@register_decomposition(aten._euclidean_dist)
+def euclidean_dist(x1: Tensor, x2: Tensor) -> Tensor:
+    """Euclidean distances, as `cdist` takes them of many rows."""
+    return cdist_forward(x1, x2, 2.0, None)
+
+
 @register_decomposition(aten._pdist_forward)
 def pdist_forward(self: Tensor, p: float = 2) -> Tensor:
     """Distances between all pairs of rows, the first one's first."""
