@@ -424,3 +424,55 @@ def test_another_package_that_registered_for_an_operator_is_named(tmp_path):
     finally:
         switch.undo()
         scope["library"]._destroy()
+
+
+def test_masks_of_two_axes_and_autocast_are_right_at_the_second_order():
+    x = torch.randn(1, 2, 3, 4, requires_grad=True)
+    for mask in (torch.randn(3, 3), torch.randn(3, 3).relu().bool() | torch.eye(3, dtype=torch.bool)):
+
+        def composed(x, mask=mask):
+            scores = x @ x.mT / 2
+            scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+            return scores.softmax(-1) @ x
+
+        with pr.repair_torch():
+            found = _second(lambda x, mask=mask: F.scaled_dot_product_attention(x, x, x, mask), x)
+        torch.testing.assert_close(found, _second(composed, x), rtol=1e-4, atol=1e-4)
+    with pr.repair_torch(), torch.autocast("cpu", torch.bfloat16):
+        assert _second(lambda x: F.layer_norm(x.bfloat16(), (4,)).float(), x).isfinite().all()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_a_formula_has_the_value_of_its_operator_behind_the_first_label_of_none(reduction):
+    for seed in range(10):
+        torch.manual_seed(seed)
+        x, labels = randn(3, 4), torch.randint(-1, 4, (3, 4))
+
+        def loss(x, labels=labels):
+            return F.multilabel_margin_loss(x, labels, reduction=reduction)
+
+        with pr.repair_torch():
+            value, pullback = torch.func.vjp(loss, x)
+        expected, torchs = torch.func.vjp(loss, x)
+        torch.testing.assert_close((value, pullback(expected)), (expected, torchs(expected)))
+
+
+def test_first_gradients_of_factors_are_right_under_modes_too():
+    b, a = randn(3, 2), (randn(3, 3) + 4 * torch.eye(3)).requires_grad_()
+    with pr.repair_torch():
+        (expected,) = torch.autograd.grad(torch.cholesky_solve(b, a).sin().sum(), a)
+        compiled = torch.compile(lambda a: torch.cholesky_solve(b, a).sin().sum(), backend="aot_eager")
+        torch.testing.assert_close(torch.autograd.grad(compiled(a), a)[0], expected)
+    assert expected.triu(1).abs().max() == 0
+
+
+def test_a_decorated_function_runs_no_code_of_before():
+    x, v = torch.zeros(3, dtype=torch.float64), torch.ones(3, dtype=torch.float64)
+
+    def curvature(x):
+        return torch.func.jvp(lambda x: torch.func.jvp(torch.sinc, (x,), (v,))[1], (x,), (v,))[1]
+
+    compiled = torch.compile(curvature, backend="aot_eager")
+    decorated = pr.repair_torch()(lambda x: compiled(x))
+    assert compiled(x).abs().max() == 0
+    torch.testing.assert_close(decorated(x), torch.full_like(x, -(torch.pi**2) / 3))

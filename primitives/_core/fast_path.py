@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch._ops import OpOverload
 
-__all__ = ["FAST_PATH_CPU", "FastPathTensors", "are_unwatched", "fast_path_keys", "state_of_new_threads"]
+__all__ = ["FAST_PATH_CPU", "FastPathTensors", "are_plain", "are_unwatched", "fast_path_keys", "state_of_new_threads"]
 
 # The state of a plain eager call: nothing that changes where calls go, and these keys on its tensors.
 _INCLUDED, _EXCLUDED = _C._dispatch_tls_local_include_set, _C._dispatch_tls_local_exclude_set
@@ -97,7 +97,12 @@ def are_unwatched(tensors: Sequence[Tensor]) -> bool:
 
     Less than `fast_path_keys` asks, in a tenth of its time: a profiler and autocast see what ATen does.
     """
-    if _functorch.peek_interpreter_stack() is not None or _num_dispatch_modes() or _num_function_modes():
+    return not _num_function_modes() and are_plain(tensors)
+
+
+def are_plain(tensors: Sequence[Tensor]) -> bool:
+    """The same, but for functions of torch that stand for ours: modes that see functions see them too."""
+    if _functorch.peek_interpreter_stack() is not None or _num_dispatch_modes():
         return False
     for x in tensors:  # noqa: SIM110 - a generator costs more than the questions
         if type(x) not in _PLAIN_TYPES:

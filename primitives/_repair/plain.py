@@ -8,7 +8,7 @@ import torch
 from torch.autograd import forward_ad
 
 from primitives._core import backend
-from primitives._core.fast_path import are_unwatched
+from primitives._core.fast_path import are_plain
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,7 +29,7 @@ def is_plain_on_cpu(x: Any, *others: Tensor | None) -> bool:
         return False
     if _is_dynamo_tracing() or _is_jit_tracing():
         return False
-    return are_unwatched((x, *[other for other in others if other is not None]) if others else (x,))
+    return are_plain((x, *[other for other in others if other is not None]) if others else (x,))
 
 
 def is_left_to_torch(x: Any, *others: Tensor | None) -> bool:
