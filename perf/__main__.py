@@ -1,4 +1,4 @@
-"""Measure the kernels, report, compare and predict; `docs/developers/measuring.md` says how."""
+"""Measure the kernels, report and compare; `docs/developers/measuring.md` says how."""
 
 from __future__ import annotations
 
@@ -49,16 +49,11 @@ def _parser() -> argparse.ArgumentParser:
     add = command(_compare)
     add("before", type=Path)
     add("after", type=Path)
-    add = command(_predict)
-    add("--device", default="h200", help="name in perf/devices or path of a description")
-    add("--write", action="store_true", help="write the page of the docs")
     command(_memory)
     add = command(_compile)
     add("--only", nargs="+", default=[], metavar="WORDS", help="steps whose name contains one of these")
     add("--write", action="store_true", help="write the page of the docs")
     command(_eager)
-    add = command(_peers)
-    add("--write", action="store_true", help="write the page of the docs")
     return parser
 
 
@@ -113,14 +108,6 @@ def _compare(options: argparse.Namespace) -> int:
     return int(failed)
 
 
-def _predict(options: argparse.Namespace) -> int:
-    """The times that the model expects."""
-    from perf import model
-
-    page = model.page(model.read_device(options.device))
-    return _show(page, f"predictions_{Path(options.device).stem}.md" if options.write else None)
-
-
 def _memory(options: argparse.Namespace) -> int:
     """Peak memory of linear_cross_entropy in each mode, beside full logits; some minutes."""
     from perf import memory
@@ -141,21 +128,6 @@ def _compile(options: argparse.Namespace) -> int:
     print("\n".join([*compiled_steps.lines(found)][len(found) + 2 :]))
     if options.write:
         compiled_steps.write(found, DOCS)
-    return 0
-
-
-def _peers(options: argparse.Namespace) -> int:
-    """Kernels of others beside ours, compiled; takes minutes."""
-    from perf import peers
-
-    return _show(peers.page(), "peers_sm_90.md" if options.write else None)
-
-
-def _show(page: str, name: str | None) -> int:
-    if name is not None:
-        (DOCS / name).write_text(page)
-    else:
-        print(page, end="")
     return 0
 
 

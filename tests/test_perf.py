@@ -1,6 +1,7 @@
 """The perf suite without a GPU: a run from end to end, the red check, a made-up torch.cuda."""
 
 import contextlib
+import dataclasses
 import functools
 import math
 import os
@@ -13,8 +14,9 @@ from unittest.mock import MagicMock, call
 import pytest
 import torch
 
-from perf import model, workloads
+from perf import workloads
 from perf.__main__ import main
+from perf.machine_code.cases import calls_of_steps
 from perf.ops import CASES
 from perf.ops.attention import ATTENTION
 from perf.ops.dropout import DROPOUT
@@ -24,8 +26,16 @@ from perf.suite.plan import Options, make_plan, unit_id
 from perf.suite.providers import Provider, provider
 from perf.suite.run import Collector
 from perf.workloads import COMPOSED, COMPOSED_WORKLOADS, FLEX, GPU_WORKLOADS, MATH, OPS, OURS
+from triton_kernels import launch
 
 CPU = torch.device("cpu")
+ROWS = Workload("by hand", "layer_norm", (8192, 4096), affine=False)
+LOGITS = Workload("by hand", "log_softmax", (8192, 4096))
+CHANNELS = Workload("by hand", "batch_norm", (64, 256, 56, 56), affine=False)
+# 264 partial rows of two float32 sums, written and read: 17 MB, in passes.
+PARTIAL = 2 * 264 * 2 * 4096 * 4 / ROWS.pass_bytes
+# 132 of one sum over twice as many columns.
+LONG_PARTIAL = PARTIAL / 4
 FAULTY = tuple(Workload("tiny", "layer_norm", (rows, 8), dtype="float32", quick=True) for rows in (2, 3, 4))
 
 
@@ -126,13 +136,40 @@ def test_a_new_worker_gets_the_gpu_of_the_one_that_died_and_what_it_was_at_once_
 
 def test_workloads_move_the_bytes_that_their_launchers_declare():
     for workload, mode in ((w, mode) for w in GPU_WORKLOADS for mode in w.modes):
-        with model.launch.use_chip(model.launch.CHIPS["sm_90"]):
-            calls = [call.cost() for call in model.calls_of(workload, mode)]
+        with launch.use_chip(launch.CHIPS["sm_90"]):
+            calls = [call.cost() for call in calls_of_steps(workload, mode)]
         # A mode of one operator has its minimum; others read something twice.
         ratio = sum(cost.minimum_bytes for cost in calls) / modes.minimum_bytes(workload, mode)
         assert 0.995 <= ratio <= (1.005 if len(calls) == 1 else math.inf)
         products = sum(cost.matmuls for cost in calls)
         assert modes.flops(workload, mode) == (products * workload.matmul_flops if products else None)
+
+
+@pytest.mark.parametrize(
+    "workload, mode, floor, passes, launches",
+    [
+        (ROWS, "forward", 2, 2, 1),
+        (ROWS, "jvp", 4, 4, 1),
+        (ROWS, "hvp", 4 + 3 + 4, 4 + 3 + 4, 3),
+        (LOGITS, "jvp", 4, 4, 1),
+        (CHANNELS, "jvp", 4, 6, 3),
+        (dataclasses.replace(ROWS, affine=True), "backward", 3, 3 + PARTIAL, 2),
+        # A cotangent of y goes on to x through the backward.
+        (LOGITS, "double_backward", 3 + 2 + 3, 3 + 2 + 3, 2),
+        (CHANNELS, "forward", 2, 3, 3),
+        (CHANNELS, "double_backward", 5, 8, 3),
+        # Rows of the longest that are held: of two tensors of log-softmax, and beside sums of second order.
+        (dataclasses.replace(LOGITS, shape=(4096, 32000)), "backward", 3, 3, 1),
+        (dataclasses.replace(ROWS, shape=(8192, 8192), affine=True), "double_backward", 5, 5 + LONG_PARTIAL, 2),
+    ],
+    ids=str,
+)
+def test_passes_and_launches(workload, mode, floor, passes, launches):
+    with launch.use_chip(launch.CHIPS["sm_90"]):
+        calls = [call.cost() for call in calls_of_steps(workload, mode)]
+    assert sum(call.minimum_bytes for call in calls) == pytest.approx(floor * workload.pass_bytes, rel=0.005)
+    assert sum(call.bytes_moved for call in calls) == pytest.approx(passes * workload.pass_bytes, rel=0.005)
+    assert sum(call.launches for call in calls) == launches
 
 
 # Of the operations that the suite measures.

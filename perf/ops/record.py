@@ -1,6 +1,6 @@
 """Records of ops: `perf.ops` has one for each, and all that asks for an op asks its record.
 
-Tests, the suite, the table of machine code and the time model take from it whatever they need to know of an op.
+Tests, the suite and the table of machine code take from it whatever they need to know of an op.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ class Workload:
         classes: Of the linear layer before a loss.
         masked: Whether attention has a bias, a mask and dropout, or softmax a scale and a mask, which no step of the
             suite has.
-        modes: The modes that its kernels are compiled, predicted and, if asked for, measured in on a GPU.
+        modes: The modes that its kernels are compiled and, if asked for, measured in on a GPU.
         quick: Whether it is one of the few of a quick run.
         whole: Whether a full run measures all of its modes, as it does of the quick ones; the others' `BASIC_MODES`.
     """

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from matplotlib.figure import Figure
 
-from perf import model
 from perf.suite.results import OK, WRONG, load, write_json
 from perf.suite.targets import FASTEST, by_case, speedup, speedups, verdicts
-from perf.workloads import CHANNEL_OPS, GPU_WORKLOADS, MATMUL_OPS, OURS, PROVIDERS
+from perf.workloads import CHANNEL_OPS, MATMUL_OPS, OURS, PROVIDERS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -133,25 +132,16 @@ def _cases(result: dict[str, Any]) -> Iterator[str]:
         if OURS in case:
             kinds.setdefault((key[1], case[OURS]["op"] in MATMUL_OPS), {})[key] = case
     on_device = ["call us"] if any(row["device_us"] for row in result["rows"]) else []
-    known = [device for device in model.read_devices() if device.name == result["device"]["name"]]
-    workloads = {workload.key: workload for workload in GPU_WORKLOADS}
     for (mode, is_matmul), cases in kinds.items():
         measures = ["GFLOP/s"] if is_matmul else ["GB/s", "of copy"]
         columns = ["us", "p20 to p80", *measures, *on_device]
-        expected = ["predicted us", "bound by"] * (bool(known) and mode in model.MODES)
         others = [name for name in result["providers"] if name != OURS and any(name in case for case in cases.values())]
         rows = []
         for (workload, _), case in cases.items():
-            foreseen = [""] * len(expected)
-            if expected and workload in workloads:
-                prediction = model.predict(workloads[workload], mode, known[0])
-                foreseen = [f"{prediction.predicted_us:.1f}", prediction.binds]
             cells, error = _cells(case[OURS], is_matmul)[: len(columns)], _number(case[OURS]["error"], ".1e")
-            rows.append([workload, *cells, *foreseen, *(_other(case, name) for name in others), error])
+            rows.append([workload, *cells, *(_other(case, name) for name in others), error])
         yield f"\n## {mode}{' of attention' if is_matmul else ''}\n"
-        yield from _table(
-            " | ".join(["workload", *columns, *expected, *(f"against {name}" for name in others), "error"]), rows
-        )
+        yield from _table(" | ".join(["workload", *columns, *(f"against {name}" for name in others), "error"]), rows)
 
 
 def _cells(row: Row, is_matmul: bool) -> list[str]:

@@ -1,4 +1,4 @@
-"""A step of each mode of the suite launches what the time model counts and the table of machine code has."""
+"""A step of each mode of the suite launches what its calls declare and the table of machine code has."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from perf import model
 from perf.machine_code import cases
 from perf.ops import CASES
+from perf.ops.record import STEPS
 from perf.suite.modes import make_sample, make_steps
 from perf.suite.providers import provider
 from tests.kernels.calls import launched_by
@@ -28,16 +28,19 @@ def launches(run: Callable[[], object]) -> list[str]:
 
 
 def test_every_mode_is_looked_at():
-    assert {mode for workload in WORKLOADS for mode in (*workload.modes, "forward_backward")} == set(model.MODES)
+    assert {mode for workload in WORKLOADS for mode in (*workload.modes, "forward_backward")} == set(STEPS)
 
 
 @pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("workload", WORKLOADS, ids=lambda workload: workload.key)
-def test_steps_launch_what_is_predicted_and_what_the_table_of_machine_code_has(workload):
+def test_steps_launch_what_is_declared_and_what_the_table_of_machine_code_has(workload):
     in_table = set(launches(lambda: [cases.launch_mode(workload, mode) for mode in workload.modes]))
     side = provider("primitives")
     for mode in (*workload.modes, "forward_backward"):
         steps = make_steps(mode, side.function(workload), side.wrap)
         launched = launches(steps(make_sample(workload, mode, torch.device("cpu"))))
-        assert len(launched) == sum(call.cost().launches for call in model.calls_of(workload, mode)), (mode, launched)
+        assert len(launched) == sum(call.cost().launches for call in cases.calls_of_steps(workload, mode)), (
+            mode,
+            launched,
+        )
         assert in_table.issuperset(launched), mode

@@ -6,8 +6,8 @@
 Tensors may be meta tensors: only shapes, strides, dtypes and what is None or not wanted are looked at. The plan is the
 one that the launcher would take on the device of `x`, or on the chip that `launch.use_chip` sets. A cost is what the
 launches of the launcher say of themselves, or their arguments, with nothing launched, while other threads go on
-launching. The byte gate holds the kernels to these figures, the time model predicts from them, and the benchmarks take
-their bytes from here, so that no two of the three can disagree.
+launching. The byte gate holds the kernels to these figures, and the benchmarks take their bytes from here, so
+that the two cannot disagree.
 
 Not counted is what a launcher has torch copy or fill: inputs that no view fits, or an input with nothing to drop.
 """

@@ -40,8 +40,8 @@ class Chip:
     max_warps: int
 
 
-# Data sheets of A100, H200, B200 and MI300X. AMD allows 16 wavefronts of 64 threads in a block. Where the H200's cache
-# size is from stands in perf/devices/h200.json.
+# Data sheets of A100, H200, B200 and MI300X. AMD allows 16 wavefronts of 64 threads in a block. No data sheet names the
+# H200's cache: the GH100 die has 60 MiB beside twelve memory controllers, and six stacks of memory use all twelve.
 CHIPS = {
     "sm_80": Chip("sm_80", 32, 108, 166912, 167936, 65536, 40 << 20, 32),
     "sm_90": Chip("sm_90", 32, 132, 232448, 233472, 65536, 60 << 20, 32),
