@@ -8,11 +8,8 @@ import os
 import pathlib
 import sys
 
-from perf.machine_code import shares
 from perf.machine_code.compare import comparison
-from perf.machine_code.known import needless
 from perf.machine_code.rules import broken_rules
-from perf.machine_code.shares import CHIP
 from perf.machine_code.table import TABLE, VERSION_FILE, Row, read_table, read_version, write_table
 from perf.machine_code.workers import compile_keys, in_processes, walk_chip
 from perf.ops.workload import RECORDS
@@ -50,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     walked = dict(zip(chips, in_processes(walk_chip, [(chip, options.op) for chip in chips], jobs), strict=True))
     problems = []
-    for chip, (needed, calls) in walked.items():
+    for chip, needed in walked.items():
         old = {row.key: row for row in read_table(chip, options.folder)}
         recompiles = options.all or options.check or options.op or version != of_table
         wanted = {} if options.keys else {k: v for k, v in needed.items() if recompiles or k not in old}
@@ -66,10 +63,6 @@ def main(argv: list[str] | None = None) -> int:
         rows = [dataclasses.replace(row, case=case) for row, case in kept]
         rows += [row for row in made.values() if isinstance(row, Row)]
         problems += [problem for row in rows for problem in broken_rules(chip, row)]
-        if chip == CHIP:
-            checks = list(shares.checks(calls, rows))
-            problems += [problem for check in checks for problem in check.problems()]
-            problems += [] if options.op else needless(shares, checks)
         if writes:
             write_table(chip, rows, options.folder)
         elif options.op:

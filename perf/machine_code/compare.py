@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import re
 import subprocess
 from typing import TYPE_CHECKING
 
@@ -13,27 +12,22 @@ from triton_kernels.launch.chips import CHIPS
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-# Figures, the share by which they may change and count as kept, and columns, or the letters of numbers of regions.
+# Figures, the share by which they may change and count as kept, and their columns.
 FIGURES = {
     "registers of a thread": (0.05, "registers"),
     "spills": (0.0, "spills"),
     "narrow accesses": (0.0, "narrow"),
-    "instructions, each loop once": (0.05, "i"),
-    "barriers, likewise": (0.05, "b"),
-    "cycles of a warp, likewise": (0.05, "c"),
 }
 Figures = dict[tuple[str, str], dict[str, int]]
 
 
 def figures_of(lines: Iterable[str]) -> Figures:
-    """Figures of kernels and cases, of their variants the one that has most; those that the table knows."""
+    """Figures of kernels and cases, of their variants the one that has most."""
     found: Figures = {}
     for row in csv.DictReader(lines):
         most = found.setdefault((row["kernel"], row["case"]), {})
         for name, (_, column) in FIGURES.items():
-            numbers = [row[column]] if column in row else re.findall(rf" {column}(\d+)", row.get("regions", ""))
-            if numbers:
-                most[name] = max(most.get(name, 0), sum(map(int, numbers)))
+            most[name] = max(most.get(name, 0), int(row[column]))
     return found
 
 
@@ -47,10 +41,10 @@ def compared(old: Figures, new: Figures) -> dict[str, str]:
     """How many kernels of a case both have, and for each figure how many are better, kept and worse."""
     both, found = old.keys() & new.keys(), {}
     for name, (share, _) in FIGURES.items():
-        pairs = [(old[key][name], new[key][name]) for key in both if name in old[key] and name in new[key]]
+        pairs = [(old[key][name], new[key][name]) for key in both]
         better = sum(now < (1 - share) * then for then, now in pairs)
         worse = sum(now > (1 + share) * then for then, now in pairs)
-        found[name] = f"{better} / {len(pairs) - better - worse} / {worse}" if pairs else ""
+        found[name] = f"{better} / {len(pairs) - better - worse} / {worse}"
     return {"kernels of a case": f"{len(both)} of {len(old)}", **found}
 
 

@@ -21,7 +21,6 @@ from triton.backends.compiler import GPUTarget
 from perf.machine_code.assembly import accesses, is_amd, unseen_pointers, usage
 from perf.machine_code.cases import cases
 from perf.machine_code.listing import listings, regions
-from perf.machine_code.shares import Called, Launched
 from perf.machine_code.sources import source_text
 from perf.machine_code.table import Row
 from triton_kernels._kernel import intercept
@@ -65,17 +64,6 @@ class Launch(NamedTuple):
     widths: list[int | None]
     register_budget: int
     known: Any
-
-    def described(self) -> Launched:
-        """The part of it that outlives this process."""
-        named = {**dict(zip(self.kernel.argument_names, self.args, strict=False)), **self.constants}
-        return Launched(self.key, self.grid, {name: value for name, value in named.items() if isinstance(value, int)})
-
-    def part_bytes(self) -> int:
-        """Bytes of the partial rows that it adds up."""
-        named = dict(zip(self.kernel.argument_names, self.args, strict=False))
-        parts = [named.get(f"part_{number}_ptr") for number in range(3)]
-        return sum(part.nbytes for part in parts if part is not None)
 
     def described_arguments(self) -> dict[str, str]:
         """The compiler's knowledge of each argument and option, by name."""
@@ -163,8 +151,7 @@ def _register_budget(chip_name: str, kernel: Any, grid: Any, args: tuple, consta
     threads = constants["num_warps"] * chip.warp_size
     named = dict(zip(kernel.argument_names, args, strict=False))
     # That of AMD is told nothing. Programs that carry sums over rows, of which each writes a partial row, are as many
-    # as the plan takes to fit a processor at once, up to a limit; of the others, one block has to fit. Whether so many
-    # fill a processor is for `shares`, which asks for warps or bytes under way.
+    # as the plan takes to fit a processor at once, up to a limit; of the others, one block has to fit.
     if any(name.endswith("_part_ptr") and value is not None for name, value in named.items()):
         programs = math.ceil(math.prod(grid) / chip.num_processors)
         threads = max(threads, min(programs * threads, limits_of(chip).resident_threads))
@@ -178,8 +165,8 @@ def _register_budget(chip_name: str, kernel: Any, grid: Any, args: tuple, consta
 
 def described_calls(
     chip_name: str, case_names: Collection[str] | None = None, op: str | None = None
-) -> Iterator[tuple[str, Called, list[Launch]]]:
-    """Each call of the cases, of all if no names and no op are given, with its case and its launches on a chip."""
+) -> Iterator[tuple[str, list[Launch]]]:
+    """The case of each call, of all if no names and no op are given, and its launches on a chip."""
     current: list[Workload] = []
     launches: list[Launch] = []
     with watch_launches(chip_name, current, launches.append):
@@ -190,13 +177,7 @@ def described_calls(
             for call in calls:
                 launches.clear()
                 call.results()
-                name = f"{case_name}: {call.launcher.__name__}"
-                part_bytes = sum(launch.part_bytes() for launch in launches)
-                described = tuple(launch.described() for launch in launches)
-                cost = call.cost()
-                swept = max((sweep.num_bytes // sweep.num_programs for sweep in cost.sweeps), default=0)
-                called = Called(name, cost.bytes_moved, described, part_bytes, swept)
-                yield case_name, called, list(launches)
+                yield case_name, list(launches)
 
 
 def try_compile(chip_name: str, launch: Launch, case: str) -> tuple[Row, Any] | str:
@@ -223,9 +204,7 @@ def whole_rows(chip_name: str, made: Mapping[str, tuple[Row, Any] | str]) -> dic
     found: dict[str, Row | str] = {key: each for key, each in made.items() if isinstance(each, str)}
     for (key, (row, compiled)), code in itertools.zip_longest(pairs.items(), codes):
         try:
-            # The latencies behind the cycles are those of one chip.
-            parts = regions(compiled, code, has_cycles=chip_name == "sm_90")
-            found[key] = dataclasses.replace(row, regions="; ".join(map(str, parts)))
+            found[key] = dataclasses.replace(row, regions="; ".join(map(str, regions(compiled, code))))
         except ValueError as error:
             found[key] = f"{chip_name} {row.kernel} ({row.case}): {error}"
     return found

@@ -1,6 +1,6 @@
 """Lists of exceptions, `KNOWN_...` of a module: which of their entries are needed no more, or not so much of.
 
-A list is a dict of bounds, or a tuple of entries: the pattern of a name, a bound or none, and the reason.
+A list is a dict of bounds, or a tuple of entries: the pattern of a name, and the reason.
 """
 
 from __future__ import annotations
@@ -57,7 +57,5 @@ def _changed(known: Any, margin: float) -> Iterator[tuple[Any, Any, Any]]:
         for key, bound in known.items():
             yield key, {other: each for other, each in known.items() if other != key}, known | {key: bound - margin}
         return
-    for number, (pattern, *bound, why) in enumerate(known):
-        rest = known[:number], known[number + 1 :]
-        lowered = (*rest[0], (pattern, bound[0] - margin, why), *rest[1]) if bound else None
-        yield pattern, (*rest[0], *rest[1]), lowered
+    for number, (pattern, _) in enumerate(known):
+        yield pattern, (*known[:number], *known[number + 1 :]), None

@@ -1,7 +1,7 @@
-"""Figures of each loop of a kernel that its time depends on: instructions, barriers, reductions, copies under way.
+"""Figures of each loop of a kernel that its time depends on: reductions, bytes loaded, copies under way.
 
-Instructions are those of NVIDIA's machine code, listed by a disassembler that comes with Triton; how often a loop runs,
-what it reduces, and on AMD what it loads ahead, are read from Triton's own text.
+Loads and copies are those of NVIDIA's machine code, listed by a disassembler that comes with Triton; how often a loop
+runs, what it reduces, and on AMD what it loads ahead, are read from Triton's own text.
 """
 
 from __future__ import annotations
@@ -17,11 +17,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import triton
 
-from perf.machine_code.stalls import Instruction, cycles, decode, is_in, loops, without_padding
-
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from types import CodeType
 
 
 class Region(NamedTuple):
@@ -30,10 +27,7 @@ class Region(NamedTuple):
     Attributes:
         trips: How often a program runs it, as `begin:end:step` in arguments of the kernel, its number and theirs.
         reductions: Reductions across the warps of a block, each of which waits for the one before.
-        instructions: Of one warp; None where they are not known, as on AMD.
-        barriers: Instructions that wait for the whole block.
-        loaded: Bytes that a thread loads from global memory, or copies to shared memory.
-        cycles: That one warp alone takes (see `stalls`).
+        loaded: Bytes that a thread loads from global memory, or copies to shared memory; None on AMD.
         ahead: Copies that may be under way when a step waits for its own; None where nothing is copied ahead. On AMD
             loads of the next step that go before the work of this one.
         unguarded: Whether it copies to memory that other warps may still be reading.
@@ -41,15 +35,12 @@ class Region(NamedTuple):
 
     trips: str = "0:1:1"
     reductions: int = 0
-    instructions: int | None = None
-    barriers: int | None = None
     loaded: int | None = None
-    cycles: int | None = None
     ahead: int | None = None
     unguarded: int | None = None
 
     def __str__(self) -> str:
-        """As in the table: `0:num_rows:1 r2 i361 b4 l48 c900 a1 u0`, each number behind a name's first letter."""
+        """As in the table: `0:num_rows:1 r2 l48 a1 u0`, each number behind a name's first letter."""
         numbers = zip(self._fields[1:], self[1:], strict=True)
         return " ".join([self.trips, *(f"{name[0]}{number}" for name, number in numbers if number is not None)])
 
@@ -60,23 +51,6 @@ class Region(NamedTuple):
         trips, *words = text.split()
         names = {name[0]: name for name in cls._fields[1:]}
         return cls(trips, **{names[word[0]]: int(word[1:]) for word in words})
-
-    def num_trips(self, values: Mapping[str, int]) -> int:
-        """How often the first or the last program runs it, whichever runs it more.
-
-        Args:
-            values: The launch's integers, and the sizes of its grid as `programs_x` and so on.
-        """
-        sizes = {axis: values.get(f"programs_{axis}", 1) for axis in "xyz"}
-        ends = ({f"program_{axis}": last * (size - 1) for axis, size in sizes.items()} for last in (0, 1))
-        # The text is what `_Bounds` writes, with names that its parts share.
-        named = ({"min": min, "max": max, **values, **end} for end in ends)
-        return max(len(range(*(eval(part, names) for part in _compiled(self.trips)))) for names in named)
-
-
-@functools.cache
-def _compiled(trips: str) -> list[CodeType]:
-    return [compile(part, "trips", "eval") for part in re.split(":(?!=)", trips)]
 
 
 _ASSIGNMENT = re.compile(r"^\s*(%[\w.-]+) = (\S+) (.*?)(?: loc\(.*)?$", re.MULTILINE)
@@ -157,12 +131,6 @@ def _folded(left: str, operator: str, right: str) -> str:
     return right if (left, operator) in {("0", "+"), ("1", "*")} else f"({text})"
 
 
-def loop_trips(ttir: str) -> list[str]:
-    """How often a program runs each loop of Triton's text, as `Region.trips`, in the order of the text."""
-    bounds = _Bounds(ttir)
-    return [bounds.trips(found) for found in _FOR.findall(ttir)]
-
-
 class _Source(NamedTuple):
     """A region of Triton's text; `ahead` counts loads whose values the next step takes, as AMD's compiler arranges."""
 
@@ -180,7 +148,8 @@ _REDUCED = re.compile(r"^\}\) : \(tensor<[\w<>x]*?, (.*?)>[,)]")
 def _source_regions(ttir: str, ttgir: str) -> list[_Source]:
     """The code outside of loops, then each loop in the order of the text."""
     layouts = dict(_LAYOUT.findall(ttgir))
-    trips = [Region().trips, *loop_trips(ttir)]
+    bounds = _Bounds(ttir)
+    trips = [Region().trips, *(bounds.trips(found) for found in _FOR.findall(ttir))]
     reductions, stores, ahead = [0] * len(trips), [False] * len(trips), [0] * len(trips)
     loaded: set[str] = set()
     # Indents and numbers of the loops that are open.
@@ -223,6 +192,50 @@ _GLOBAL = {"LDG", "LDGSTS", "STG"}
 _WIDTHS = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16, "256": 32}
 
 
+_LINE = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)\s*([^;]*);")
+
+
+class Instruction(NamedTuple):
+    """One instruction."""
+
+    address: int
+    opcode: str
+    operands: str
+
+
+def _decode(sass: str) -> list[Instruction]:
+    """The instructions of a disassembler's text."""
+    return _without_padding([Instruction(int(address, 16), *rest) for address, *rest in _LINE.findall(sass)])
+
+
+def _without_padding(code: list[Instruction]) -> list[Instruction]:
+    """The code of a kernel up to where it ends."""
+    is_code = [one.opcode != "NOP" and _target(one) != one.address for one in code]
+    return code[: len(code) - is_code[::-1].index(True)]
+
+
+def _target(instruction: Instruction) -> int | None:
+    match = re.search(r"0x([0-9a-f]+)", instruction.operands)
+    return int(match.group(1), 16) if match and instruction.opcode.startswith("BRA") else None
+
+
+def _jumps_back(code: Sequence[Instruction]) -> list[tuple[int, int]]:
+    """First and last address of every loop, outer ones first."""
+    end = max((one.address for one in code if one.opcode.startswith("EXIT")), default=code[-1].address)
+    found: dict[int, int] = {}
+    for one in code:
+        target = _target(one)
+        # Code behind the end jumps back to where it came from.
+        if target is not None and target < one.address < end:
+            found[target] = one.address
+    return sorted(found.items(), key=lambda span: (span[0], -span[1]))
+
+
+def _is_in(span: tuple[int, int], other: tuple[int, int]) -> bool:
+    """Whether a loop lies in another one."""
+    return other[0] <= span[0] and span[1] <= other[1] and span != other
+
+
 def listings(chip_name: str, cubins: Sequence[bytes]) -> list[list[Instruction]]:
     """Instructions of compiled kernels of NVIDIA: of all at once, for the disassembler takes half a second to start."""
     codes = [_code(cubin) for cubin in cubins]
@@ -231,9 +244,9 @@ def listings(chip_name: str, cubins: Sequence[bytes]) -> list[list[Instruction]]
         file.write(b"".join(codes))
         file.flush()
         tool = pathlib.Path(triton.__path__[0]) / "backends" / "nvidia" / "bin" / "nvdisasm"
-        command = [tool, "--binary", name, "-hex", file.name]
+        command = [tool, "--binary", name, file.name]
         text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    instructions = iter(decode(text))
+    instructions = iter(_decode(text))
     found, end, one = [], 0, next(instructions, None)
     for code in codes:
         end += len(code)
@@ -241,7 +254,7 @@ def listings(chip_name: str, cubins: Sequence[bytes]) -> list[list[Instruction]]
         while one is not None and one.address < end:
             found[-1].append(one)
             one = next(instructions, None)
-    return [without_padding(code) for code in found]
+    return [_without_padding(code) for code in found]
 
 
 def _code(cubin: bytes) -> bytes:
@@ -252,13 +265,12 @@ def _code(cubin: bytes) -> bytes:
     return cubin[found[4] : found[4] + found[5]]
 
 
-def regions(compiled: Any, code: list[Instruction] | None, has_cycles: bool = False) -> list[Region]:
+def regions(compiled: Any, code: list[Instruction] | None) -> list[Region]:
     """The code of a compiled kernel outside of loops, then its loops.
 
     Args:
         compiled: The kernel.
         code: Its listing; None for one of AMD.
-        has_cycles: Whether to ask `stalls` for cycles, which knows the latencies of one chip.
 
     Raises:
         ValueError: If the loops of the code are not those of the source.
@@ -269,15 +281,12 @@ def regions(compiled: Any, code: list[Instruction] | None, has_cycles: bool = Fa
     spans = _loops(code)
     bodies = [_own(code, span, spans) for span in (None, *spans)]
     kept = _kept(sources[1:], [any(_name(one) == "STG" for one in body) for body in bodies[1:]])
-    straight, steps = cycles(code, spans) if has_cycles else (0.0, [])
     found = []
     for number, (source, body) in enumerate(zip([sources[0], *kept], bodies, strict=True)):
-        names = [_name(one) for one in body]
         loaded = sum(_width(one.opcode) for one in body if _name(one) in {"LDG", "LDGSTS"})
-        region = Region(source.trips, source.reductions, len(body), names.count("BAR"), loaded)
-        region = region._replace(cycles=round([straight, *steps][number])) if has_cycles else region
+        region = Region(source.trips, source.reductions, loaded)
         # The code around a loop copies for its first steps, and waits for all of them behind it.
-        is_innermost = number and not any(is_in(span, spans[number - 1]) for span in spans)
+        is_innermost = number and not any(_is_in(span, spans[number - 1]) for span in spans)
         found.append(region._replace(**_copying(body, compiled.metadata.num_warps)) if is_innermost else region)
     return found
 
@@ -297,7 +306,7 @@ def _kept(loops: Sequence[_Source], stores: Sequence[bool]) -> list[_Source]:
 def _loops(code: Sequence[Instruction]) -> list[tuple[int, int]]:
     """First and last address of each loop of the source: without global memory it only waits for something."""
     used = [one.address for one in code if _name(one) in _GLOBAL]
-    return [span for span in loops(code) if any(span[0] <= address <= span[1] for address in used)]
+    return [span for span in _jumps_back(code) if any(span[0] <= address <= span[1] for address in used)]
 
 
 def _own(
@@ -305,7 +314,7 @@ def _own(
 ) -> list[Instruction]:
     """Instructions of a loop, or of none, that are in no loop inside of it."""
     whole = span or (code[0].address, code[-1].address)
-    inner = [other for other in spans if other != span and is_in(other, whole)] if span else spans
+    inner = [other for other in spans if other != span and _is_in(other, whole)] if span else spans
     return [
         one
         for one in code

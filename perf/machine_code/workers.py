@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from perf.machine_code.shares import Called
     from perf.machine_code.table import Row
 
     # For each key the kernel's name and the first case with it.
@@ -28,18 +27,16 @@ def in_processes(work: Callable[..., Any], tasks: Sequence[tuple], jobs: int) ->
         return pool.starmap(work, tasks, chunksize=1)
 
 
-def walk_chip(chip: str, op: str | None = None) -> tuple[Keys, list[Called]]:
-    """All keys that the cases need on a chip, and their calls; of one op if it is named."""
+def walk_chip(chip: str, op: str | None = None) -> Keys:
+    """All keys that the cases need on a chip; of one op if it is named."""
     with _own_cache():
         from perf.machine_code.compiling import described_calls
 
         keys: Keys = {}
-        calls = []
-        for case, called, launches in described_calls(chip, op=op):
-            calls.append(called)
+        for case, launches in described_calls(chip, op=op):
             for launch in launches:
                 keys.setdefault(launch.key, (launch.kernel.__name__, case))
-        return keys, calls
+        return keys
 
 
 def compile_keys(chip: str, wanted: Keys) -> dict[str, Row | str]:
@@ -48,7 +45,7 @@ def compile_keys(chip: str, wanted: Keys) -> dict[str, Row | str]:
         from perf.machine_code.compiling import described_calls, try_compile, whole_rows
 
         made = {}
-        for case, _, launches in described_calls(chip, {case for _, case in wanted.values()}):
+        for case, launches in described_calls(chip, {case for _, case in wanted.values()}):
             for launch in launches:
                 if launch.key in wanted and launch.key not in made:
                     made[launch.key] = try_compile(chip, launch, case)

@@ -103,13 +103,13 @@ def loops(chip_name: str) -> None:
         options = {"STAGES": num_stages, "REDUCTIONS": reductions, "BLOCK": 1024, "num_warps": 4}
         compiled = _sums.warmup(x, x, 1023, **options, grid=(8,))
         (code,) = listings(chip_name, [compiled.asm["cubin"]])
-        parts = regions(compiled, [one for one in code if one.opcode.split(".")[0] != left_out], has_cycles=True)
+        parts = regions(compiled, [one for one in code if one.opcode.split(".")[0] != left_out])
         text = "; ".join(map(str, parts))
         return parts, broken_rules(chip_name, Row("sums", "sums", 4, 32, 32, 0, 0, 0, "", "", 0, text, ""))
 
     (outside, loop), problems = found(3, 1)
     assert not problems, problems
-    assert (outside.num_trips({}), loop.num_trips({"num_rows": 1023, "programs_x": 8})) == (1, 128)
+    assert (outside.trips, loop.trips) == ("0:1:1", "program_x:num_rows:programs_x")
     assert (outside.reductions, loop.reductions, loop.loaded, loop.ahead) == (0, 1, 32, 1)
     for arguments, complaint in (((2, 1), "waits for all"), ((3, 3), "3 reductions"), ((3, 1, "BAR"), "copies over")):
         _, (problem,) = found(*arguments)

@@ -11,11 +11,10 @@ import dataclasses
 import pytest
 import triton
 
-from perf.machine_code import rules, shares
+from perf.machine_code import rules
 from perf.machine_code.compare import compared, figures_of
 from perf.machine_code.known import needless
 from perf.machine_code.rules import broken_rules
-from perf.machine_code.shares import Called, Launched, broken_shares
 from perf.machine_code.table import Row, read_table, read_version
 from tests.kernels.interpreting import run_compiled
 from triton_kernels.launch.chips import CHIPS
@@ -69,8 +68,8 @@ def test_reductions_over_channels_leave_room_for_each_other(chip_name: str) -> N
         assert fitting >= wanted, f"{chip_name}: of {row} {fitting} programs fit a processor"
 
 
-STRAIGHT, LOOP = "0:1:1 r2 i300 b4 l32 c900", "0:num_rows:num_splits r2 i200 b4 l32 c800 a2 u0"
-SWEEP = "0:(num_splits*32768):4096 r0 i200 b2 l32 c800 a2 u0"
+STRAIGHT, LOOP = "0:1:1 r2 l32", "0:num_rows:num_splits r2 l32 a2 u0"
+SWEEP = "0:(num_splits*32768):4096 r0 l32 a2 u0"
 CASE, KEY = "layer_norm 8192x4096 bfloat16 forward", "0123456789ab"
 ROW = Row("kernel", CASE, 8, 40, 255, 0, 0, 1024, "16x2", "16x2", 0, f"{STRAIGHT}; {LOOP}", KEY)
 
@@ -110,107 +109,37 @@ def test_amd_loads_ahead_what_nvidia_copies_ahead_case_by_case() -> None:
     assert not any(check.problems() for check in rules.checks(tables))
 
 
-# Sums of 2,112 partial rows of 256 columns of float32, of which a program adds 64 rows at a time up, after a backward
-# of 8,192 * 4,096 elements of bfloat16; and that backward.
-ADDING = "0:1:1 r1 i200 b2 l0 c1500; 0:num_parts:64 r0 i117 b0 l128 c1000"
-LATE = "0:1:1 r0 i300 b1 l32 c2000; program_x:num_rows:num_splits r1 i360 b2 l64 c1100"
-SUMMING = "0:1:1 r0 i300 b1 l32 c2000; program_x:num_rows:num_splits r1 i360 b2 l64 c1100 a4 u0"
-
-
-@pytest.mark.parametrize(
-    "regions, grid, values, complaint",
-    [
-        (ADDING, (8,), {"num_parts": 2112}, "waits 19.7 us in 33 steps of 0.06 programs"),
-        (ADDING, (8,), {"num_parts": 264}, None),
-        (SUMMING, (264,), {"num_rows": 8192, "num_splits": 264}, None),
-        (SUMMING, (132,), {"num_rows": 8192, "num_splits": 132}, "0.50 of the programs that fit"),
-        (SUMMING, (528,), {"num_rows": 8192, "num_splits": 528}, "4.00 programs per processor, of which 2 fit"),
-        (SUMMING.replace(" c1100", ""), (264,), {"num_rows": 8192, "num_splits": 264}, "no cycles"),
-        (SUMMING.replace("l64", "l16"), (264,), {"num_rows": 8192, "num_splits": 264}, "8 KiB under way"),
-        (SUMMING.replace("i360", "i900"), (264,), {"num_rows": 8192, "num_splits": 264}, "issues for 0.99 of the time"),
-        # Loads one behind the other, of which a third is under way.
-        (LATE.replace("c1100", "c3000"), (264,), {"num_rows": 8192, "num_splits": 264}, "10 KiB under way"),
-        (LATE, (264,), {"num_rows": 8192, "num_splits": 264}, None),
-    ],
-)
-def test_shares_reject(regions: str, grid: tuple[int, ...], values: dict[str, int], complaint: str | None) -> None:
-    row = dataclasses.replace(ROW, registers=96, regions=regions)
-    called = Called("layer_norm 8192x4096 bfloat16 backward", 3 * 2 * 8192 * 4096, (Launched(KEY, grid, values),))
-    problems = broken_shares([called], [row])
-    assert [complaint in problem for problem in problems] == ([] if complaint is None else [True]), problems
-
-
-@pytest.mark.parametrize("loaded, complaint", [(64, "16 KiB under way on a processor, 8 warps"), (96, None)])
-def test_half_of_the_threads_with_twice_the_registers_load_as_much(loaded: int, complaint: str | None) -> None:
-    row = dataclasses.replace(ROW, registers=254, regions=SUMMING.replace("l64", f"l{loaded}"))
-    launched = Launched(KEY, (132,), {"num_rows": 8192, "num_splits": 132})
-    problems = broken_shares([Called("layer_norm 8192x4096 bfloat16 hvp", 3 * 2 * 8192 * 4096, (launched,))], [row])
-    assert [complaint in problem for problem in problems] == ([] if complaint is None else [True]), problems
-
-
-@pytest.mark.parametrize("shared, broken", [(65536, True), (131072, False)])
-def test_rows_that_overrun_the_cache_together_are_found(shared: int, broken: bool) -> None:
-    loop = "0:(num_splits*131072):8192 r0 i100 b0 l32 c900"
-    row = dataclasses.replace(ROW, num_warps=32, registers=32, shared_bytes=shared, regions="; ".join([loop] * 3))
-    launched = (Launched(KEY, (1024,), {"num_splits": 1}),)
-    problems = broken_shares([Called("softmax 1024x131072", 8 * 1024 * 131072, launched, swept_bytes=1 << 18)], [row])
-    assert ["66 MiB of rows under way" in problem for problem in problems] == [True] * broken, problems
-
-
 @pytest.mark.parametrize(
     "known, complaint",
     [
-        (("layer_norm 1x", 0.75, "by hand"), None),
-        (("layer_norm 1x", 0.95, "by hand"), "allow no more than 0.1 above"),
-        (("layer_norm ", 0.75, "by hand"), "leave out layer_norm 2x4096 bfloat16"),
-        (("dropout ", 0.75, "by hand"), "leave out it"),
+        (("kernel layer_norm 1x", "by hand"), None),
+        (("kernel layer_norm ", "by hand"), "leave out layer_norm 2x4096 bfloat16"),
+        (("kernel dropout ", "by hand"), "leave out it"),
         ({("sm_90", "kernel", "layer_norm 3x4096 bfloat16"): 8}, None),
         ({("sm_90", "kernel", "layer_norm 3x4096 bfloat16"): 16}, "allow no more than 1 above"),
         ({("sm_90", "kernel", "layer_norm 1x4096 bfloat16"): 8}, "leave out it"),
     ],
 )
 def test_entries_that_nobody_needs_are_found(known: tuple | dict, complaint: str | None, monkeypatch) -> None:
-    module, name = (rules, "KNOWN_SPILLS") if isinstance(known, dict) else (shares, "KNOWN_SHARES")
-    for other, entries in vars(module).copy().items():
-        if other.startswith("KNOWN_"):
-            monkeypatch.setattr(module, other, type(entries)())
-    monkeypatch.setattr(module, name, known if isinstance(known, dict) else (known,))
-    # The first call issues for 0.66 of its time, the second one for half of that.
-    row = dataclasses.replace(ROW, registers=96, regions=SUMMING.replace("i360", "i600"))
-    launched, num_bytes = Launched(KEY, (264,), {"num_rows": 8192, "num_splits": 264}), 3 * 2 * 8192 * 4096
-    calls = [Called(f"layer_norm {size}x4096 bfloat16 backward: x", size * num_bytes, (launched,)) for size in (1, 2)]
-    spilling = dataclasses.replace(row, spills=8, case="layer_norm 3x4096 bfloat16 forward")
-    checks = {shares: shares.checks(calls, [row]), rules: rules.checks({"sm_90": [row, spilling]})}
-    problems = needless(module, checks[module])
+    for name, entries in vars(rules).copy().items():
+        if name.startswith("KNOWN_"):
+            monkeypatch.setattr(rules, name, type(entries)())
+    name, entries = ("KNOWN_SPILLS", known) if isinstance(known, dict) else ("KNOWN_UNSTAGED", (known,))
+    monkeypatch.setattr(rules, name, entries)
+    # The first row copies nothing ahead, the last one spills.
+    rows = [dataclasses.replace(ROW, case=f"layer_norm {size}x4096 bfloat16 forward") for size in (1, 2, 3)]
+    rows[0] = dataclasses.replace(rows[0], regions=f"{STRAIGHT}; {LOOP.replace(' a2 u0', '')}")
+    rows[2] = dataclasses.replace(rows[2], spills=8)
+    problems = needless(rules, list(rules.checks({"sm_90": rows})))
     assert [complaint in problem for problem in problems] == ([] if complaint is None else [True]), problems
 
 
-@pytest.mark.parametrize("num_parts, rows, broken", [(1056, 8192, True), (264, 8192, False), (1056, 262144, False)])
-def test_partial_rows_that_cost_much_are_found(num_parts: int, rows: int, broken: bool, monkeypatch) -> None:
-    added = Launched(KEY, (24,), {"num_parts": num_parts, "num_cols": 768, "BLOCK_COLS": 32, "BLOCK_PARTS": 128})
-    part_bytes = num_parts * 768 * 4 * 2
-    called = Called("layer_norm 768", 3 * 2 * rows * 768 + 2 * part_bytes, (added,), part_bytes)
-    problems = broken_shares([called], [])
-    assert ["8.0 partial rows per processor, 0.26 of its bytes" in problem for problem in problems] == [True] * broken
-    # A call that needs no entry must have none.
-    monkeypatch.setattr(shares, "KNOWN_SHARES", ())
-    monkeypatch.setattr(shares, "KNOWN_FEW", ())
-    monkeypatch.setattr(shares, "KNOWN_PARTS", (("layer_norm 768", 0.3, "by hand"),))
-    assert not broken_shares([called], [])
-    assert len(needless(shares, shares.checks([called], []))) == (not broken)
-
-
 def test_a_comparison_counts_what_is_worse_in_the_variant_that_has_most() -> None:
-    old = ["kernel,case,registers,spills,narrow", "a,x 1 forward,40,0,0", "b,x 1 forward,40,8,0", "c,x 1 forward,9,0,0"]
-    rows = [
-        "a,x 1 forward,32,0,0,0:1:1 i9",
-        "a,x 1 forward,48,0,0,0:1:1 i9 b2; 0:n:1 i8",
-        "b,x 1 forward,41,0,0,0:1:1 i9",
-    ]
-    new = figures_of(["kernel,case,registers,spills,narrow,regions", *rows])
-    found = compared(figures_of(old), new)
-    assert list(found.values()) == ["2 of 3", "0 / 1 / 1", "1 / 1 / 0", "0 / 2 / 0", "", "", ""]
-    assert new["a", "x 1 forward"]["instructions, each loop once"] == 17
+    heading = "kernel,case,registers,spills,narrow"
+    old = [heading, "a,x 1 forward,40,0,0", "b,x 1 forward,40,8,0", "c,x 1 forward,9,0,0"]
+    new = [heading, "a,x 1 forward,32,0,0", "a,x 1 forward,48,0,0", "b,x 1 forward,41,0,0"]
+    found = compared(figures_of(old), figures_of(new))
+    assert list(found.values()) == ["2 of 3", "0 / 1 / 1", "1 / 1 / 0", "0 / 2 / 0"]
 
 
 LONG, SHORT = ("layer_norm_fwd_kernel", "layer_norm 4096x16384 bfloat16"), "layer_norm 4096x8192 bfloat16"
