@@ -12,6 +12,8 @@ from primitives._ops.batch_norm import batch_norm_p
 from primitives._ops.batch_norm_eval import batch_norm_eval_p
 from primitives._ops.batch_norm_relu import batch_norm_relu_p
 from primitives._ops.batch_norm_relu_eval import batch_norm_relu_eval_p
+from primitives._repair.nodes import mark
+from primitives._repair.plain import is_left_to_torch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -50,6 +52,10 @@ def batch_norm_of_tensors(
         relu: Whether `residual` is added, if it is not None, and a ReLU follows.
         residual: Like `x`.
     """
+    if in_place and not relu and type(momentum) is float and _is_torchs(x, weight, bias, running_mean, running_var):
+        statistics: Any = running_mean, running_var
+        options: Any = *statistics, training, momentum, eps, False
+        return mark(torch.batch_norm(x, weight, bias, *options)), running_mean, running_var
     train, evaluate = (batch_norm_relu_p, batch_norm_relu_eval_p) if relu else (batch_norm_p, batch_norm_eval_p)
     given = (x, residual, weight, bias) if relu else (x, weight, bias)
     if not training and running_mean is not None:
@@ -64,6 +70,14 @@ def batch_norm_of_tensors(
     if in_place:
         write_back([running_mean, running_var], [new_mean, new_var])
     return y, new_mean, new_var
+
+
+def _is_torchs(x: Tensor, weight: Any, bias: Any, *statistics: Any) -> bool:
+    """Whether torch's own kernel computes this: it differentiates no statistics, and a mode may see what is written."""
+    has_gradients = any(value is not None and value.requires_grad for value in statistics)
+    is_alike = all(p is None or p.dtype == x.dtype for p in (weight, bias, *statistics))
+    is_unseen = torch._C._len_torch_function_stack() == 0 and x.dim() > 1 and x.numel() > 0
+    return is_alike and is_unseen and not has_gradients and is_left_to_torch(x, weight, bias, *statistics)
 
 
 def _blended(

@@ -276,14 +276,6 @@ def batch_norm(
     given: Any = (input, running_mean, running_var, weight, bias, training, momentum, eps)
     if not arguments.is_plain_batch_norm(*given):
         return _batch_norm_tree("batch_norm", given, namespace).output
-    # Torch differentiates no running statistics.
-    statistics: Any = running_mean, running_var
-    has_gradients = any(value is not None and value.requires_grad for value in statistics)
-    # A mode may have other plans for what is written.
-    is_seen = torch._C._len_torch_function_stack() > 0
-    if not has_gradients and not is_seen and is_left_to_torch(input, weight, bias, *statistics):
-        options: Any = *statistics, training, momentum, eps, False
-        return cast("PyTree", mark(torch.batch_norm(cast("Any", input), weight, bias, *options)))
     return batch_norm_of_tensors(*given, in_place=True)[0]
 
 
