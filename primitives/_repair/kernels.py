@@ -160,14 +160,15 @@ def _recorded_by(own: Callable[..., Any], repair: Repair) -> Callable[..., Any]:
         if not (torch.is_grad_enabled() and _C._any_requires_grad(*args, *kwargs.values())):
             return own(keyset, *args, **kwargs)
         # No operator of this kind takes a list of tensors.
-        values = [*args, *kwargs.values()]
+        values, count, names = [*args, *kwargs.values()], len(args), tuple(kwargs)
         places = [i for i, value in enumerate(values) if isinstance(value, torch.Tensor)]
 
+        # It holds no tensor: what a backward pass reads is saved as torch saves it.
         def call(function: Callable[..., Any], tensors: Sequence[Any]) -> list[Any]:
             given = list(values)
             for i, x in zip(places, tensors, strict=True):
                 given[i] = x
-            outputs = function(*given[: len(args)], **dict(zip(kwargs, given[len(args) :], strict=True)))
+            outputs = function(*given[:count], **dict(zip(names, given[count:], strict=True)))
             return [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
 
         tensors = [values[i] for i in places]
