@@ -300,8 +300,8 @@ _PAGE = """# Compiled training steps
 Loss and gradients of all weights, float32, one CPU thread: eager torch, `primitives.compile` ("ours"), `torch.compile`
 and `jax.jit` in one process and in turns, the least time of each. The last columns are the largest relative difference
 of ours from eager, the first calls (ours / torch.compile / jax.jit) and the peak memory of a step besides its arguments
-(eager / ours / torch.compile). A dash: it raises, or there is no such step. `python -m perf compile --write` makes
-this page.
+(eager / ours / torch.compile). A dash means that it raises, or that the step does not exist there.
+`python -m perf compile --write` makes this page.
 
 {table}
 

@@ -46,7 +46,7 @@ class Reached:
     Attributes:
         modules: The modules that are found.
         owners: With those inside.
-        places: Where tensors are that are no parameters or buffers.
+        places: Where tensors are, other than parameters and buffers.
         registered: Each parameter and buffer once, with all places where it is registered.
     """
 
