@@ -6,6 +6,7 @@ call.
 """
 
 import sys
+from typing import Any
 
 from primitives import autograd, custom, decompositions, func, functional, nn, testing, tracing
 from primitives._audit.function import audit
@@ -70,5 +71,13 @@ __all__ = [
     "use_backend",
     "warm_up",
 ]
+
+
+
+def __getattr__(name: str) -> Any:
+    homes = [module for module in (functional, nn, func, autograd, tracing, testing) if name in module.__all__]
+    where = f" Did you mean {' or '.join(f'{module.__name__}.{name}' for module in homes)}?" if homes else ""
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}.{where}", name=name, obj=sys.modules[__name__])
+
 
 publish(custom, autograd, decompositions, func, functional, nn, testing, tracing, sys.modules[__name__])

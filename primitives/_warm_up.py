@@ -75,7 +75,9 @@ def warm_up(
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"warm_up: model must be a torch.nn.Module, got {type(model).__name__}. Pass it first.")
     if not isinstance(args, tuple):
-        raise TypeError(f"warm_up: args must be the tuple of the step's arguments, got {type(args).__name__}.")
+        raise TypeError(
+            f"warm_up: args must be the tuple of the step's arguments, got {type(args).__name__}. Write (x,)."
+        )
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise BackendError("warm_up: a CUDA graph is being captured, in which nothing can be loaded. Call it before.")
     given = mapped_nodes(_as_leaf, (args, dict(kwargs or {})), namespace)

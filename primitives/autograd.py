@@ -99,7 +99,8 @@ def grad(
         namespace: optree namespace of custom pytree nodes.
 
     Returns:
-        The gradients in the structure of `inputs`.
+        The gradients in the structure of `inputs`; a tuple of one, as torch returns it, where `inputs` is a tensor or a
+        `GradientEdge` itself.
 
     Raises:
         ValueError: If `materialize_grads` and `allow_unused` is `False`.
@@ -113,6 +114,8 @@ def grad(
         >>> params = {"w": torch.ones(2, requires_grad=True), "b": torch.ones((), requires_grad=True)}
         >>> pr.autograd.grad((params["w"] * 3).sum() + params["b"] ** 2, params)
         {'w': tensor([3., 3.]), 'b': tensor(2.)}
+        >>> pr.autograd.grad((params["w"] ** 2).sum(), params["w"])[0]
+        tensor([2., 2.])
     """
     if materialize_grads and allow_unused is False:
         raise ValueError(
@@ -159,7 +162,8 @@ def grad(
             zeros = torch.zeros_like(leaf)
             zeros = zeros.expand((*batch, *leaf.shape)).clone() if batch else zeros
             gradients[i] = zeros.requires_grad_(create_graph)
-    return optree.tree_unflatten(targets.treespec, gradients)
+    # A bare gradient would make `[0]`, which everybody writes after torch's function, its first row.
+    return (gradients[0],) if targets.treespec.is_leaf() else optree.tree_unflatten(targets.treespec, gradients)
 
 
 class _Leaves(NamedTuple):

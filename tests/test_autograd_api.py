@@ -50,6 +50,13 @@ def test_grad_has_the_structure_of_inputs(params):
     assert all(p.grad is None for p in tensors(params))
 
 
+def test_a_bare_input_gives_a_tuple_as_in_torch():
+    x = torch.ones(2, 3, requires_grad=True)
+    for inputs in (x, edge(x)):
+        (gradient,) = autograd.grad((x**3).sum(), inputs)
+        assert gradient.equal(torch.full((2, 3), 3.0))
+
+
 def test_backward_accumulates_into_the_leaves_or_into_inputs_alone(params):
     w, b, scale = tensors(params)
     expected = flat_gradient(params)
@@ -101,7 +108,7 @@ def test_batched_gradients(params):
         assert_leaves(result, [rows[:size] for rows in expected])
         assert autograd.grad(outputs, params, batch, allow_unused=True, **options)["affine"].b is None
     edge = get_gradient_edge(outputs["y"])
-    assert autograd.grad(edge, w, eye[:0], create_graph=True, **options).requires_grad
+    assert autograd.grad(edge, w, eye[:0], create_graph=True, **options)[0].requires_grad
 
 
 def test_gradient_edges():

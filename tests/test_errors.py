@@ -340,3 +340,18 @@ def test_error_types():
     assert issubclass(pr.MissingRuleError, NotImplementedError)
     assert issubclass(pr.BackendError, RuntimeError)
     assert issubclass(pr.DtypeError, NotImplementedError)
+
+
+def test_a_name_that_lives_elsewhere_and_a_context_that_was_not_called():
+    with pytest.raises(AttributeError, match=r"'convert'\. Did you mean primitives\.nn\.convert\?"):
+        _ = pr.convert
+    with pytest.raises(AttributeError, match=r"'nonsense'\.$"):
+        _ = pr.nonsense
+    for context in (pr.repair_torch, pr.use_backend):
+        with pytest.raises(TypeError, match=rf"as in `with {context.__name__}\(\.\.\.\):`"), context:
+            pass
+
+
+def test_vmap_over_a_batch_norm_in_training_names_the_module_and_the_remedy():
+    with pytest.raises(pr.MutationError, match=r"^BatchNorm1d: vmap: .*primitives\.tracing\.pure_module"):
+        torch.func.vmap(pr.nn.BatchNorm1d(3))(torch.randn(4, 5, 3))

@@ -27,7 +27,17 @@ def run_as_written(function: _Function) -> _Function:
     return function
 
 
-class Decorates:
+class _NeedsCall(type):
+    """The class of contexts that are written like functions: one that was not called says how to write it."""
+
+    def __enter__(cls) -> None:
+        raise TypeError(f"{cls.__name__}: a context manager must be called, as in `with {cls.__name__}(...):`.")
+
+    def __exit__(cls, *exc_info: object) -> None:
+        """Never reached: Python looks for it before it enters."""
+
+
+class Decorates(metaclass=_NeedsCall):
     """Makes a context a decorator too: each call of the function, and each step of a generator, runs inside."""
 
     def __call__(self, function: _Function) -> _Function:

@@ -16,6 +16,7 @@ from primitives._core.trees.table import StructureTable
 from primitives._core.write_back import write_back
 from primitives.custom._mutation import check_targets
 from primitives.custom._rules import Rules, operators
+from primitives.custom._user_rule import check_signature
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -140,6 +141,7 @@ class CustomOp(Generic[_P, _R]):
     # Rules.
 
     def _add(self, decorator: str, rule: Callable[..., Any]) -> Callable[..., Any]:
+        check_signature(decorator, rule, self.signature)
         self._rules.add(decorator, rule)
         return rule
 
@@ -149,7 +151,7 @@ class CustomOp(Generic[_P, _R]):
 
         def decorator(kernel: Callable[..., Any]) -> Callable[..., Any]:
             kind = f"def_kernel({device!r})"
-            self._rules.add(kind, kernel)
+            self._add(kind, kernel)
             self.primitive.def_kernel(device)(self._rules.implementation(kind))
             return kernel
 
@@ -195,7 +197,7 @@ class CustomOp(Generic[_P, _R]):
 
         def decorator(rule: Callable[..., Any]) -> Callable[..., Any]:
             kind = f"def_autocast({device!r})"
-            self._rules.add(kind, rule)
+            self._add(kind, rule)
             self.primitive.def_autocast(device)(self._rules.autocast(kind))
             return rule
 

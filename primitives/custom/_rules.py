@@ -155,8 +155,6 @@ class Rules(RuleTable):
 
     def add(self, kind: str, rule: Callable) -> None:
         """Take the rule that was given to the decorator `kind`."""
-        if not callable(rule):
-            raise TypeError(f"{self._name}: {kind} takes a function, got {type(rule).__name__}.")
         self.users[kind] = UserRule(self._name, kind, rule, self.table.namespace)
         self.complete = self.users.keys() >= {"def_save_for_backward", "def_backward"}
         if kind in ("reference", "def_fake"):
@@ -214,6 +212,11 @@ class Rules(RuleTable):
     def _settle(self, rule: UserRule, structure: Structure, output: Any) -> list[Tensor]:
         """The tensors of a result, whose tree is noted where it is new, and held to what was noted."""
         outputs, treespec = rule.flat_outputs(output)
+        if output is None and not structure.mutated:
+            raise TreeError(
+                f"{rule.where} must return a tree of tensors, got None. Add the `return` that it lacks, or name what it "
+                "updates in mutates."
+            )
         if structure.results is None:
             structure.results = Results.of(self._name, output, treespec, self._output_differentiability)
         elif treespec != structure.results.treespec:

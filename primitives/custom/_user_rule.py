@@ -18,10 +18,45 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from primitives._core.trees.calls import Structure
+    from primitives._core.trees.calls import Signature, Structure
 
 # Stands for a tensor where only the tree matters.
 _LEAF = object()
+# How each rule is called. Others have the signature of the reference.
+_SIGNATURES = {
+    "def_save_for_backward": ["inputs", "output"],
+    "def_backward": ["ctx", "saved", "*cotangents"],
+    "def_jvp": ["inputs", "output", "tangents"],
+    "def_vmap": ["info", "in_dims", "inputs"],
+    "def_autocast": ["inputs"],
+}
+
+
+def check_signature(kind: str, function: Callable[..., Any], signature: Signature) -> None:
+    """Raise `TypeError` unless a rule of an operator can be called as rules of its kind are.
+
+    The number of cotangents is known only with the first result: any is right here.
+    """
+    if not callable(function):
+        raise TypeError(f"{signature.name}: {kind} takes a function, got {type(function).__name__}.")
+    try:
+        own = inspect.signature(function)
+    except (TypeError, ValueError):  # of C: it has none
+        return
+    names = _SIGNATURES.get(kind.partition("(")[0], signature.positional)
+    statics = [] if names is not signature.positional else signature.static
+    most = len(names) if names[-1] != "*cotangents" else max(len(names), len(own.parameters))
+    for count in range(len(names), most + 1):
+        try:
+            own.bind(*[None] * count, **dict.fromkeys(statics))
+        except TypeError as error:
+            reason = error
+        else:
+            return
+    wanted = ", ".join([*names, *(["*", *statics] if statics else [])])
+    raise TypeError(
+        f"{UserRule(signature.name, kind, function, '').where} must take ({wanted}), but its signature is {own}: {reason}."
+    )
 
 
 class BackwardContext:

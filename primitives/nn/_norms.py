@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from primitives._core.errors import MutationError
 from primitives._core.write_back import count_up, cumulative_weight
 
 if TYPE_CHECKING:
@@ -29,7 +30,10 @@ def batch_normed(function: Callable[..., Tensor], module: Any, input: Tensor) ->
     if momentum is None:
         # The plain average over all batches. Not read as a Python number, which all would have to wait for.
         momentum = 0.0 if count is None else cumulative_weight(count + 1)
-    output = function(input, mean, var, module.weight, module.bias, use_batch, momentum, module.eps)
+    try:
+        output = function(input, mean, var, module.weight, module.bias, use_batch, momentum, module.eps)
+    except MutationError as error:
+        raise MutationError(f"{type(module).__name__}: {error}") from None
     if count is not None:
         # Counted last: a call that raises leaves the module as it was.
         count_up(count)

@@ -165,9 +165,11 @@ class StructureTable:
             try:
                 hash(value)
             except TypeError:
+                is_array = hasattr(value, "__array__")
+                remedy = "pass a tuple, or register its class with optree if it holds tensors"
                 raise LeafError(
                     f"{self._name}: {label} must be hashable, as everything but tensors, got {type(value).__name__}; "
-                    "pass a tuple, or register its class with optree if it holds tensors."
+                    f"{'pass a tensor: torch.from_numpy' if is_array else remedy}."
                 ) from None
 
 
