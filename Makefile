@@ -52,7 +52,7 @@ GPU_CHECK := import sys, torch; torch.cuda.is_available() or sys.exit(f"make gpu
 TYPES_CHECK := import json, sys; score = json.load(sys.stdin)["typeCompleteness"]["completenessScore"]; \
 score >= 0.95 or sys.exit(f"make check: {score:.1%} of what is public has a known type, and 95 % must.")
 
-.PHONY: help demo test test-front test-kernels test-models nightly fuzz gpu gpu-test check perf machine-code doctest docs clean
+.PHONY: help demo test test-front test-kernels test-models nightly fuzz gpu gpu-test check perf machine-code doctest docs dist clean
 
 help:
 	@echo 'make demo      train two small models on real digits with torch.nn and with this package'
@@ -67,6 +67,7 @@ help:
 	@echo 'make perf      measure every kernel beside its peers, on the GPU if there is one (PERF_ARGS=--quick: few of them)'
 	@echo 'make doctest   run the examples in docs and README'
 	@echo 'make docs      build the site into ./site; broken links and other warnings are errors'
+	@echo 'make dist      build the wheel and the sdist of the last commit (needs the package "build")'
 	@echo 'make clean     remove what the targets made'
 	@echo 'ACTIVE=1 uses the python that is active and installs nothing.'
 
@@ -133,6 +134,14 @@ doctest: $(call installed,test)
 
 docs: $(call installed,docs)
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build
+
+# Links and pictures of the README are relative: on a package index they are those of the release.
+REPOSITORY := https://github.com/torch-training-primitives/torch-training-primitives
+dist:
+	rm -rf build/source dist && mkdir -p build/source
+	git archive HEAD | tar -x -C build/source
+	sed -i -E 's#\]\((docs/[^)]*\.(png|svg))\)#]($(REPOSITORY)/raw/main/\1)#; s#\]\(((docs/|C)[^)]*)\)#]($(REPOSITORY)/blob/main/\1)#' build/source/README.md
+	python3 -m build --outdir dist build/source
 
 clean:
 	rm -rf .venv build dist site *.egg-info demo_output perf_output gpu-test.xml .pytest_cache .ruff_cache .hypothesis
