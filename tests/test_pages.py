@@ -79,15 +79,20 @@ def test_links_lead_somewhere(page):
         assert not anchor or anchor in slugs, f"{target}#{anchor}"
 
 
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
 def test_versions_agree():
     assert f"\nversion: {primitives.__version__}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
     metadata = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     tested = (ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8")
-    (matrix,) = re.findall(r"python: \[(.*)\]", tested)
-    assert re.findall(r"Python :: (3\.\d+)", metadata) == re.findall(r"3\.\d+", matrix)
-
-
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+    said = re.findall(r"Python :: (3\.\d+)", metadata)
+    pythons = re.findall(r'python: "(3\.\d+)"', tested)
+    # Both ends, and one between.
+    assert [said[0], said[-1]] == [pythons[0], pythons[-1]]
+    assert {*pythons} <= {*said}
+    torches = re.findall(r"torch: (2\.\d+)", tested)
+    assert re.search(r"torch (2\.\d+) to (2\.\d+)", README).groups() == (torches[0], torches[-1])
 
 
 def test_the_readme_is_short():
