@@ -73,7 +73,6 @@ __all__ = [
 ]
 
 
-
 def __getattr__(name: str) -> Any:
     homes = [module for module in (functional, nn, func, autograd, tracing, testing) if name in module.__all__]
     where = f" Did you mean {' or '.join(f'{module.__name__}.{name}' for module in homes)}?" if homes else ""

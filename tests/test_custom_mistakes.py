@@ -110,7 +110,11 @@ WRONG_CALLS = [
     (lambda: custom_ops.affine.pure(X), pr.MutationError, "pure is for operators that update"),
     (lambda: operator(mutates=("other",)), ValueError, "mutates names 'other'"),
     (lambda: operator().def_jvp(3), TypeError, "def_jvp takes a function, got int"),
-    (lambda: operator().def_jvp(lambda x: x), TypeError, r"def_jvp .* must take \(inputs, output, tangents\), but .* \(x\)"),
+    (
+        lambda: operator().def_jvp(lambda x: x),
+        TypeError,
+        r"def_jvp .* must take \(inputs, output, tangents\), but .* \(x\)",
+    ),
     (lambda: operator().def_backward(lambda ctx, saved: {}), TypeError, r"must take \(ctx, saved, \*cotangents\)"),
     (lambda: operator().def_kernel("cpu")(lambda x: x), TypeError, r"def_kernel\('cpu'\) .* must take \(params, x\)"),
     (lambda: operator(lambda params, x: None)(PARAMS, X), pr.TreeError, "got None. Add the `return`"),

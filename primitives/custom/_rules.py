@@ -214,8 +214,8 @@ class Rules(RuleTable):
         outputs, treespec = rule.flat_outputs(output)
         if output is None and not structure.mutated:
             raise TreeError(
-                f"{rule.where} must return a tree of tensors, got None. Add the `return` that it lacks, or name what it "
-                "updates in mutates."
+                f"{rule.where} must return a tree of tensors, got None. Add the `return` that it lacks, or name "
+                "the argument that it updates in mutates."
             )
         if structure.results is None:
             structure.results = Results.of(self._name, output, treespec, self._output_differentiability)

@@ -44,19 +44,18 @@ def check_signature(kind: str, function: Callable[..., Any], signature: Signatur
     except (TypeError, ValueError):  # of C: it has none
         return
     names = _SIGNATURES.get(kind.partition("(")[0], signature.positional)
-    statics = [] if names is not signature.positional else signature.static
+    constants = [] if names is not signature.positional else signature.static
     most = len(names) if names[-1] != "*cotangents" else max(len(names), len(own.parameters))
     for count in range(len(names), most + 1):
         try:
-            own.bind(*[None] * count, **dict.fromkeys(statics))
+            own.bind(*[None] * count, **dict.fromkeys(constants))
         except TypeError as error:
             reason = error
         else:
             return
-    wanted = ", ".join([*names, *(["*", *statics] if statics else [])])
-    raise TypeError(
-        f"{UserRule(signature.name, kind, function, '').where} must take ({wanted}), but its signature is {own}: {reason}."
-    )
+    wanted = ", ".join([*names, *(["*", *constants] if constants else [])])
+    where = UserRule(signature.name, kind, function, "").where
+    raise TypeError(f"{where} must take ({wanted}), but its signature is {own}: {reason}.")
 
 
 class BackwardContext:
