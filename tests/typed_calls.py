@@ -37,4 +37,19 @@ assert_type(pr.nn.convert(torch.nn.Sequential(torch.nn.LayerNorm(4))), torch.nn.
 assert_type(pr.tracing.trace_joint(torch.sum, (x,)).primal_names, tuple[str, ...])
 assert_type(pr.nn.LayerNorm(4, namespace="mine").namespace, str)
 assert_type(pr.decompositions.get_decomposition(torch.ops.aten.trace)(x), Any)
+
+
+def loss(x: Tensor, *, scale: float = 1.0) -> Tensor:
+    return (scale * x).sum()
+
+
+pr.func.grad(loss)(x, scale=2.0)
+pr.func.grad(loss)(x, size=2.0)  # type: ignore[call-arg] - a wrong name
+pr.func.hessian(loss)(x, size=2.0)  # type: ignore[call-arg] - a wrong name
+assert_type(pr.func.vmap(loss)(x, scale=2.0), Tensor)
+assert_type(pr.func.jvp(loss, (x,), (x,)), tuple[Tensor, Tensor])
+assert_type(pr.func.jvp(lambda x: (loss(x), 3), (x,), (x,), has_aux=True), tuple[Tensor, Tensor, int])
+assert_type(pr.func.hvp(loss, (x,), (x,)), tuple[Tensor])
+assert_type(pr.func.checkpoint(loss, x, scale=2.0), Tensor)
+assert_type(scaled.def_vmap(decorated)(x), int)
 scaled(x, size=2.0)  # type: ignore[call-arg] - a wrong name, which is to be an error

@@ -27,6 +27,7 @@ __all__ = ["CustomOp", "custom_op"]
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+_Rule = TypeVar("_Rule", bound="Callable[..., Any]")
 
 # Looked up once: this is asked at every call.
 _is_tracing = torch.compiler.is_dynamo_compiling
@@ -140,16 +141,16 @@ class CustomOp(Generic[_P, _R]):
 
     # Rules.
 
-    def _add(self, decorator: str, rule: Callable[..., Any]) -> Callable[..., Any]:
+    def _add(self, decorator: str, rule: _Rule) -> _Rule:
         check_signature(decorator, rule, self.signature)
         self._rules.add(decorator, rule)
         return rule
 
-    def def_kernel(self, device: str) -> Callable[[Callable], Callable[..., Any]]:
+    def def_kernel(self, device: str) -> Callable[[_Rule], _Rule]:
         """Decorator for the implementation on `"cuda"` or `"cpu"`: a function with the signature of the reference."""
         self.primitive.check_device("def_kernel", device)
 
-        def decorator(kernel: Callable[..., Any]) -> Callable[..., Any]:
+        def decorator(kernel: _Rule) -> _Rule:
             kind = f"def_kernel({device!r})"
             self._add(kind, kernel)
             self.primitive.def_kernel(device)(self._rules.implementation(kind))
@@ -157,26 +158,26 @@ class CustomOp(Generic[_P, _R]):
 
         return decorator
 
-    def def_fake(self, rule: Callable[..., Any]) -> Callable[..., Any]:
+    def def_fake(self, rule: _Rule) -> _Rule:
         """Decorator for a function with the signature of the reference, run on tensors without data.
 
         It gives shapes, dtypes and strides of the results. By default the reference does.
         """
         return self._add("def_fake", rule)
 
-    def def_save_for_backward(self, rule: Callable[..., Any]) -> Callable[..., Any]:
+    def def_save_for_backward(self, rule: _Rule) -> _Rule:
         """Decorator for `(inputs, output) -> tree`: what `def_backward` gets as `saved`."""
         return self._add("def_save_for_backward", rule)
 
-    def def_backward(self, rule: Callable[..., Any]) -> Callable[..., Any]:
+    def def_backward(self, rule: _Rule) -> _Rule:
         """Decorator for `(ctx, saved, *cotangents) -> dict`: by argument name, a cotangent tree or `None`."""
         return self._add("def_backward", rule)
 
-    def def_jvp(self, rule: Callable[..., Any]) -> Callable[..., Any]:
+    def def_jvp(self, rule: _Rule) -> _Rule:
         """Decorator for `(inputs, output, tangents) -> tree`: the tangent of the output, `None` for each of zeros."""
         return self._add("def_jvp", rule)
 
-    def def_vmap(self, rule: Callable[..., Any]) -> Callable[..., Any]:
+    def def_vmap(self, rule: _Rule) -> _Rule:
         """Decorator for `(info, in_dims, inputs) -> (output, out_dims)`; without one, `vmap` is a loop."""
         if self.signature.mutates:
             raise MutationError(
@@ -184,18 +185,18 @@ class CustomOp(Generic[_P, _R]):
             )
         return self._add("def_vmap", rule)
 
-    def def_autograd(self, rule: Callable[..., Any]) -> Callable[..., Any]:
+    def def_autograd(self, rule: _Rule) -> _Rule:
         """Decorator for a function with the signature of the reference that is differentiated in its place.
 
         It wins over every other derivative rule. `below_autograd` calls what it stands for.
         """
         return self._add("def_autograd", rule)
 
-    def def_autocast(self, device: str) -> Callable[[Callable], Callable[..., Any]]:
+    def def_autocast(self, device: str) -> Callable[[_Rule], _Rule]:
         """Decorator for `inputs -> inputs`: what autocast does on `"cuda"` or `"cpu"`, usually a cast."""
         self.primitive.check_device("def_autocast", device)
 
-        def decorator(rule: Callable[..., Any]) -> Callable[..., Any]:
+        def decorator(rule: _Rule) -> _Rule:
             kind = f"def_autocast({device!r})"
             self._add(kind, rule)
             self.primitive.def_autocast(device)(self._rules.autocast(kind))

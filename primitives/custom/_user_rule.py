@@ -46,11 +46,12 @@ def check_signature(kind: str, function: Callable[..., Any], signature: Signatur
     names = _SIGNATURES.get(kind.partition("(")[0], signature.positional)
     constants = [] if names is not signature.positional else signature.static
     most = len(names) if names[-1] != "*cotangents" else max(len(names), len(own.parameters))
+    reason = ""
     for count in range(len(names), most + 1):
         try:
             own.bind(*[None] * count, **dict.fromkeys(constants))
         except TypeError as error:
-            reason = error
+            reason = str(error)
         else:
             return
     wanted = ", ".join([*names, *(["*", *constants] if constants else [])])

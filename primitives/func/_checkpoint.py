@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import torch
 from torch import _C
@@ -16,8 +16,11 @@ if TYPE_CHECKING:
 
 __all__ = ["checkpoint"]
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
-def checkpoint(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+
+def checkpoint(fn: Callable[_P, _R], /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
     """`fn(*args, **kwargs)`, of which nothing but the arguments is kept: a backward pass computes the rest again.
 
     It works under every transform, in any nesting, where `torch.utils.checkpoint` raises: so a loss with a JVP in it

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 import torch
 
@@ -15,6 +15,36 @@ if TYPE_CHECKING:
 
 __all__ = ["hvp", "jvp"]
 
+_R = TypeVar("_R")
+_Aux = TypeVar("_Aux")
+_Primals = TypeVar("_Primals", bound="tuple[Any, ...]")
+
+
+@overload
+def jvp(
+    func: Callable[..., _R],
+    primals: tuple[Any, ...],
+    tangents: tuple[Any, ...],
+    *,
+    strict: bool = ...,
+    has_aux: Literal[False] = False,
+    namespace: str = ...,
+    is_leaf: Callable[[Any], bool] | None = ...,
+) -> tuple[_R, _R]: ...
+
+
+@overload
+def jvp(
+    func: Callable[..., tuple[_R, _Aux]],
+    primals: tuple[Any, ...],
+    tangents: tuple[Any, ...],
+    *,
+    strict: bool = ...,
+    has_aux: Literal[True],
+    namespace: str = ...,
+    is_leaf: Callable[[Any], bool] | None = ...,
+) -> tuple[_R, _R, _Aux]: ...
+
 
 def jvp(
     func: Callable[..., Any],
@@ -25,7 +55,7 @@ def jvp(
     has_aux: bool = False,
     namespace: str = "",
     is_leaf: Callable[[Any], bool] | None = None,
-) -> Any:
+) -> tuple[Any, ...]:
     """Value of `func` at `primals` and its derivative along `tangents`.
 
     Args:
@@ -75,6 +105,30 @@ def _jvp(
     return call.with_aux((call.output.join(outputs), call.output.join(output_tangents)), aux)
 
 
+@overload
+def hvp(
+    func: Callable[..., Any],
+    primals: _Primals,
+    tangents: tuple[Any, ...],
+    *,
+    has_aux: Literal[False] = False,
+    namespace: str = ...,
+    is_leaf: Callable[[Any], bool] | None = ...,
+) -> _Primals: ...
+
+
+@overload
+def hvp(
+    func: Callable[..., tuple[Any, _Aux]],
+    primals: _Primals,
+    tangents: tuple[Any, ...],
+    *,
+    has_aux: Literal[True],
+    namespace: str = ...,
+    is_leaf: Callable[[Any], bool] | None = ...,
+) -> tuple[_Primals, _Aux]: ...
+
+
 def hvp(
     func: Callable[..., Any],
     primals: tuple[Any, ...],
@@ -83,7 +137,7 @@ def hvp(
     has_aux: bool = False,
     namespace: str = "",
     is_leaf: Callable[[Any], bool] | None = None,
-) -> Any:
+) -> tuple[Any, ...]:
     """Product of the Hessian of a scalar function with a vector, by forward-over-reverse mode.
 
     One forward pass, one backward pass, each with its tangent: about the cost of two gradients, whatever the number

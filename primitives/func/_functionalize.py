@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
 import optree
 import torch
@@ -18,14 +18,17 @@ if TYPE_CHECKING:
 
 __all__ = ["debug_unwrap", "functionalize", "rearrange"]
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
 
 def functionalize(
-    func: Callable[..., Any],
+    func: Callable[_P, _R],
     *,
     remove: str = "mutations",
     namespace: str = "",
     is_leaf: Callable[[Any], bool] | None = None,
-) -> Callable[..., Any]:
+) -> Callable[_P, _R]:
     """`torch.func.functionalize` over pytrees: `func` without writes in place inside, for what traces it.
 
     Writes to arguments are still made, at the end. `primitives.tracing.functionalize_mutations` returns them instead.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec
 
 import torch
 
@@ -24,9 +24,11 @@ if TYPE_CHECKING:
 
 __all__ = ["hessian", "jacfwd", "jacrev"]
 
+_P = ParamSpec("_P")
+
 
 def jacrev(
-    func: Callable[..., Any],
+    func: Callable[_P, Any],
     argnums: int | tuple[int, ...] = 0,
     *,
     has_aux: bool = False,
@@ -34,7 +36,7 @@ def jacrev(
     chunk_size: int | None = None,
     namespace: str = "",
     is_leaf: Callable[[Any], bool] | None = None,
-) -> Callable[..., Any]:
+) -> Callable[_P, Any]:
     """Jacobian by reverse mode: one vector-Jacobian product for each element of the output.
 
     Args:
@@ -75,7 +77,7 @@ def jacrev(
 
 
 def jacfwd(
-    func: Callable[..., Any],
+    func: Callable[_P, Any],
     argnums: int | tuple[int, ...] = 0,
     has_aux: bool = False,
     *,
@@ -83,7 +85,7 @@ def jacfwd(
     chunk_size: int | None = None,
     namespace: str = "",
     is_leaf: Callable[[Any], bool] | None = None,
-) -> Callable[..., Any]:
+) -> Callable[_P, Any]:
     """Jacobian by forward mode: one Jacobian-vector product for each element of the differentiated arguments.
 
     Arguments, result and errors are those of `jacrev`, but that `randomness` says what random operations in `func` do:
@@ -100,14 +102,14 @@ def jacfwd(
 
 
 def hessian(
-    func: Callable[..., Any],
+    func: Callable[_P, Any],
     argnums: int | tuple[int, ...] = 0,
     *,
     randomness: str = "error",
     chunk_size: int | None = None,
     namespace: str = "",
     is_leaf: Callable[[Any], bool] | None = None,
-) -> Callable[..., Any]:
+) -> Callable[_P, Any]:
     """Hessian by forward-over-reverse mode: `jacfwd(jacrev(func))`, with their arguments and errors.
 
     A network with dropout, in training, takes `randomness="same"`: every column is then of the function that one mask

@@ -10,7 +10,7 @@ transforms of `torch.func`: what they keep is differentiable from outside and ma
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -25,13 +25,15 @@ if TYPE_CHECKING:
 
 __all__ = ["linearize"]
 
+_R = TypeVar("_R")
+
 
 def linearize(
-    func: Callable[..., Any],
+    func: Callable[..., _R],
     *primals: Any,
     namespace: str = "",
     is_leaf: Callable[[Any], bool] | None = None,
-) -> tuple[Any, Callable[..., Any]]:
+) -> tuple[_R, Callable[..., _R]]:
     """Value of `func` at `primals`, and its derivative there as a linear function.
 
     `func` runs once, with one backward pass, and what the derivative needs is kept: each call of the derivative then

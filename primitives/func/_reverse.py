@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec
 
 import torch
 
@@ -13,15 +13,17 @@ if TYPE_CHECKING:
 
 __all__ = ["grad", "grad_and_value", "vjp"]
 
+_P = ParamSpec("_P")
+
 
 def grad(
-    func: Callable[..., Any],
+    func: Callable[_P, Any],
     argnums: int | tuple[int, ...] = 0,
     has_aux: bool = False,
     *,
     namespace: str = "",
     is_leaf: Callable[[Any], bool] | None = None,
-) -> Callable[..., Any]:
+) -> Callable[_P, Any]:
     """Gradient of a scalar function with respect to pytrees.
 
     Args:
@@ -61,13 +63,13 @@ def grad(
 
 
 def grad_and_value(
-    func: Callable[..., Any],
+    func: Callable[_P, Any],
     argnums: int | tuple[int, ...] = 0,
     has_aux: bool = False,
     *,
     namespace: str = "",
     is_leaf: Callable[[Any], bool] | None = None,
-) -> Callable[..., Any]:
+) -> Callable[_P, tuple[Any, Any]]:
     """Gradient and value of a scalar function, from one evaluation. Arguments and errors are those of `grad`.
 
     Returns:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 from torch._C import _functorch  # type: ignore[attr-defined] - no stub
@@ -20,9 +20,12 @@ if TYPE_CHECKING:
 
 __all__ = ["chunk_vmap", "vmap"]
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
 
 def vmap(
-    func: Callable[..., Any],
+    func: Callable[_P, _R],
     in_dims: Any = 0,
     out_dims: Any = 0,
     randomness: str = "error",
@@ -30,7 +33,7 @@ def vmap(
     chunk_size: int | None = None,
     namespace: str = "",
     is_leaf: Callable[[Any], bool] | None = None,
-) -> Callable[..., Any]:
+) -> Callable[_P, _R]:
     """Vectorizing map: `func` over an axis of the leaves of its arguments.
 
     Args:
@@ -70,7 +73,7 @@ def vmap(
 
 
 def chunk_vmap(
-    func: Callable[..., Any],
+    func: Callable[_P, _R],
     in_dims: Any = 0,
     out_dims: Any = 0,
     randomness: str = "error",
@@ -78,7 +81,7 @@ def chunk_vmap(
     *,
     namespace: str = "",
     is_leaf: Callable[[Any], bool] | None = None,
-) -> Callable[..., Any]:
+) -> Callable[_P, _R]:
     """`vmap` in a given number of `chunks`, run one after the other.
 
     All are of the same size but for the last; there are fewer if the mapped axis is shorter. The other arguments, the
