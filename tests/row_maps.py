@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from primitives._core import Primitive
-from primitives._ops._row_maps import RowMap
+from primitives.ops.row_maps import RowMap
 
 unit_p = Primitive(
     "unit",

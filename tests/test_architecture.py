@@ -22,19 +22,19 @@ PACKAGES = ("primitives", "triton_kernels", "perf")
 LAYERS = (
     ("primitives._core",),
     ("primitives.decompositions", "primitives.custom"),
-    ("primitives._ops",),
+    ("primitives.ops",),
     (
         "primitives._checks",
         "primitives._distributed",
-        "primitives._attention",
+        "primitives.ops.attention.functions",
         "primitives._audit.table",
-        "primitives._batch_norm",
-        "primitives._group_norms",
-        "primitives._losses",
-        "primitives._norms",
+        "primitives.ops.norms.batch_norm_functions",
+        "primitives.ops.norms.group_norm",
+        "primitives.ops.losses.functions",
+        "primitives.ops.norms.rms_norm",
         "primitives._repair",
-        "primitives._residual_norms",
-        "primitives._softmax",
+        "primitives.ops.norms.residual_norms",
+        "primitives.ops.softmax.functions",
         "primitives.functional",
     ),
     ("primitives.func", "primitives.autograd", "primitives.tracing"),
@@ -182,7 +182,7 @@ def test_primitives_are_complete(name):
     assert tuple(named) == (op.spec.arguments[: len(named)] if last == "args" else op.spec.arguments[:-1])
     stem = re.sub("(_pairing)?(_bwd|_fwd)?(_jvp)?$", "", op.name)
     # Its launcher may be that of the operation that it ends.
-    module = f"primitives._ops.{stem}"
+    module = f"primitives.ops.{stem}"
     assert module in trees(), f"{op.name} belongs to the module {module}, which is not there"
 
 

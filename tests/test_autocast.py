@@ -10,9 +10,9 @@ from torch.testing import assert_close
 
 import primitives as pr
 from perf.ops import CASES
-from primitives._ops.layer_norm import layer_norm_p
-from primitives._ops.log_softmax import log_softmax_p
-from primitives._ops.softmax import softmax_p
+from primitives.ops.norms.layer_norm import layer_norm_p
+from primitives.ops.softmax.log_softmax import log_softmax_p
+from primitives.ops.softmax.softmax import softmax_p
 from tests.properties import leaves
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

@@ -15,7 +15,7 @@ import torch
 
 import primitives as pr
 from primitives._core import backend
-from primitives._ops.layer_norm import layer_norm_bwd_p
+from primitives.ops.norms.layer_norm import layer_norm_bwd_p
 from primitives.tracing import PhiloxState, rng_mode
 
 ROOT = pathlib.Path(pr.__file__).resolve().parent.parent

@@ -15,8 +15,8 @@ import torch
 
 import primitives as pr
 from perf.ops.attention import CAUSAL_ATTENTION, MASKED_ATTENTION
-from primitives._ops.layer_norm import layer_norm_bwd_p, layer_norm_p
-from primitives._ops.log_softmax import log_softmax_p
+from primitives.ops.norms.layer_norm import layer_norm_bwd_p, layer_norm_p
+from primitives.ops.softmax.log_softmax import log_softmax_p
 from primitives.testing import PROPERTIES, RuleError, check_rule, check_rules
 from tests import wrong_ops
 from tests.call_properties import fullest

@@ -15,7 +15,7 @@ import primitives as pr
 from primitives._core import to_front
 from primitives._core.fast_path import fast_path_keys, state_of_new_threads
 from primitives._core.write_back import count_up, write_back
-from primitives._ops.layer_norm import layer_norm_p
+from primitives.ops.norms.layer_norm import layer_norm_p
 from tests.custom_ops import define, operator
 from tests.support import data
 

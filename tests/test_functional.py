@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import primitives as pr
 from perf.ops.samples import DTYPES
-from tests.test_norms import randn
+from tests.ops.norms.test_norms import randn
 
 functional = pr.functional
 

@@ -15,7 +15,7 @@ from perf.ops.philox_truth import true_noise
 from perf.ops.record import Op
 from perf.ops.samples import Sample, make_options, make_samples, true_norm
 from perf.ops.workload import DROPOUT_P, FIRST_ORDER, Workload, unnamed
-from primitives._ops.add_layer_norm import add_layer_norm_p
+from primitives.ops.norms.add_layer_norm import add_layer_norm_p
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

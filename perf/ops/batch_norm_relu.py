@@ -14,8 +14,8 @@ from perf.ops.batch_norm import BATCH_NORM, BATCH_NORM_EVAL, MOMENTUM, BatchNorm
 from perf.ops.record import Op, passes_of
 from perf.ops.samples import Sample
 from perf.ops.workload import FIRST_ORDER, Workload, unnamed
-from primitives._batch_norm import batch_norm_of_tensors
-from primitives._ops._shared import weight_beside
+from primitives.ops.norms.batch_norm_functions import batch_norm_of_tensors
+from primitives.ops.rules import weight_beside
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -15,7 +15,7 @@ from perf.calls import Operands, random
 from perf.ops.record import STEPS, Op
 from perf.ops.samples import Sample, make_options, make_samples
 from perf.ops.workload import FIRST_ORDER, Workload, unnamed
-from primitives._ops.cross_entropy import cross_entropy_p
+from primitives.ops.losses.cross_entropy import cross_entropy_p
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

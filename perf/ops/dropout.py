@@ -11,7 +11,7 @@ from perf.ops.philox_truth import true_noise
 from perf.ops.record import PASSES, Op
 from perf.ops.samples import Sample, make_options, make_samples
 from perf.ops.workload import DROPOUT_P, FIRST_ORDER, Workload, unnamed
-from primitives._ops.dropout import dropout_p
+from primitives.ops.dropout.dropout import dropout_p
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -10,7 +10,7 @@ from perf.calls import EPS
 from perf.ops.batch_norm import BATCH_NORM
 from perf.ops.samples import Sample, make_samples, true_norm
 from perf.ops.workload import FIRST_ORDER, Workload
-from primitives._group_norms import pure_instance_norm
+from primitives.ops.norms.group_norm import pure_instance_norm
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -73,7 +73,7 @@ class Op:
     differentiable arguments in their order, and the jvp primitive takes the tangent of an argument `x` as `x_dot`.
 
     Attributes:
-        name: Of the op, as its primitives and its file in `primitives._ops` have it.
+        name: Of the op, as its primitives and its file in `primitives.ops` have it.
         call: The op by the functions of a module like `torch.nn.functional`, `(module, *arguments, **options) -> y`.
         truth: `y`, or a tuple that begins with it, by the definition, in plain torch operations, of float64 arguments.
         arguments: Names of the tensor arguments, `x` first; those that are `differentiable` have derivatives.

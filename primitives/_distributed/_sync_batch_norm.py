@@ -1,6 +1,6 @@
 r"""Batch norm with the statistics of all processes of a group, and the sum over a group, as differentiable operators.
 
-Notation as in `_ops/batch_norm.py`. Process r has n_r values of a channel, with mean mean_r and M_r = sum((x -
+Notation as in `ops/norms/batch_norm.py`. Process r has n_r values of a channel, with mean mean_r and M_r = sum((x -
 mean_r)**2). One all-gather brings (n_r, mean_r, M_r) of all to each, and Chan's formula merges them:
 
     N = sum(n_r),   mean = sum(n_r * mean_r) / N,   var = sum(M_r + n_r * (mean_r - mean)**2) / N
@@ -28,9 +28,9 @@ import torch.distributed as dist
 
 from primitives._core import Primitive
 from primitives._core.errors import CommunicationError
-from primitives._ops._channels import axes_of, dense, per_channel
-from primitives._ops._shared import batch_all, fold_batch
-from primitives._ops.batch_norm_eval import batch_norm_eval_bwd_p, batch_norm_eval_jvp_p, batch_norm_eval_p
+from primitives.ops.norms.batch_norm_eval import batch_norm_eval_bwd_p, batch_norm_eval_jvp_p, batch_norm_eval_p
+from primitives.ops.norms.channels import axes_of, dense, per_channel
+from primitives.ops.rules import batch_all, fold_batch
 
 if TYPE_CHECKING:
     from collections.abc import Callable

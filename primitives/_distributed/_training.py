@@ -9,11 +9,11 @@ import torch
 from torch._guards import detect_fake_mode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from primitives._checks import arguments
 from primitives._core.errors import DtypeError, ShapeError
 from primitives._core.write_back import write_back
 from primitives._distributed._sync_batch_norm import received, sync_batch_norm_p
-from primitives._ops._shared import accumulation_dtype, weight_beside
+from primitives.ops import arguments
+from primitives.ops.rules import accumulation_dtype, weight_beside
 
 if TYPE_CHECKING:
     from torch import Tensor

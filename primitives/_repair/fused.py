@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from primitives import functional
-from primitives._attention import attention_of_tensors
-from primitives._checks import arguments
 from primitives._core.errors import DeviceError, DtypeError, ShapeError
 from primitives._core.write_back import write_back
-from primitives._group_norms import group_norm_of_tensors
-from primitives._ops._shared import accumulation_dtype, weight_beside
-from primitives._ops.batch_norm import batch_norm_p
-from primitives._ops.batch_norm_eval import batch_norm_eval_p
-from primitives._ops.layer_norm import layer_norm_p
+from primitives.ops import arguments
+from primitives.ops.attention.functions import attention_of_tensors
+from primitives.ops.norms.batch_norm import batch_norm_p
+from primitives.ops.norms.batch_norm_eval import batch_norm_eval_p
+from primitives.ops.norms.group_norm import group_norm_of_tensors
+from primitives.ops.norms.layer_norm import layer_norm_p
+from primitives.ops.rules import accumulation_dtype, weight_beside
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -18,11 +18,11 @@ from torch.autograd import forward_ad
 
 from primitives._audit.table import verdicts_of
 from primitives._core.decomposition import decomposition_table
-from primitives._ops.attention import attention_bwd_p
-from primitives._ops.batch_norm import batch_norm_bwd_p
-from primitives._ops.layer_norm import layer_norm_bwd_p
 from primitives._repair.dispatcher import DEVICES, Registrations, has_kernel
 from primitives._repair.state import carries_tangent, is_active, is_repairing, is_traced, repairing
+from primitives.ops.attention.attention import attention_bwd_p
+from primitives.ops.norms.batch_norm import batch_norm_bwd_p
+from primitives.ops.norms.layer_norm import layer_norm_bwd_p
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from primitives._core.trees.calls import Structure
+    from primitives.custom.trees.calls import Structure
 
 
 def with_copies(structure: Structure, leaves: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:

@@ -11,12 +11,12 @@ from primitives._core.autograd import below_this_level
 from primitives._core.errors import MutationError
 from primitives._core.fast_path import fast_path_keys
 from primitives._core.primitive import Primitive
-from primitives._core.trees.calls import Signature
-from primitives._core.trees.table import StructureTable
 from primitives._core.write_back import write_back
 from primitives.custom._mutation import check_targets
 from primitives.custom._rules import Rules, operators
 from primitives.custom._user_rule import check_signature
+from primitives.custom.trees.calls import Signature
+from primitives.custom.trees.table import StructureTable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -13,11 +13,11 @@ from primitives._core.errors import MissingRuleError, ShapeError, TreeError
 from primitives._core.rules import RuleTable
 from primitives._core.spec import ResidualLayout, Spec
 from primitives._core.statistics import refuse_cotangent, refused_tangent
-from primitives._core.trees.calls import Results
 from primitives._core.trees.leaves import Partition
 from primitives._core.trees.overlay import spread
 from primitives.custom._mutation import shares_memory, with_copies, without_written
 from primitives.custom._user_rule import BackwardContext, UserRule, VmapInfo
+from primitives.custom.trees.calls import Results
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from primitives._core.batching import BatchInfo
-    from primitives._core.trees.calls import Structure
-    from primitives._core.trees.table import StructureTable
+    from primitives.custom.trees.calls import Structure
+    from primitives.custom.trees.table import StructureTable
 
 SCHEMA = "(Tensor[] leaves, int structure) -> Tensor[] outputs"
 

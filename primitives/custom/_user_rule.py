@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from primitives._core.trees.calls import Signature, Structure
+    from primitives.custom.trees.calls import Signature, Structure
 
 # Stands for a tensor where only the tree matters.
 _LEAF = object()

@@ -19,8 +19,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from primitives import functional
-from primitives._ops._shared import LOW_PRECISION
 from primitives.nn._norms import batch_normed
+from primitives.ops.rules import LOW_PRECISION
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -5,8 +5,8 @@ import torch
 
 from perf.calls import Call, random
 from perf.ops.philox_truth import true_noise, true_words
-from primitives._ops.dropout import dropout_p
-from primitives._ops.philox import philox_p
+from primitives.ops.dropout.dropout import dropout_p
+from primitives.ops.dropout.philox import philox_p
 from tests.kernels.calls import far_apart, need_memory
 from tests.kernels.truth import check_values
 from triton_kernels import launch

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from primitives import functional
 from primitives._core.autograd import is_transforming
 from primitives._core.write_back import cumulative_weight, write_back
-from primitives._group_norms import pure_instance_norm
+from primitives.ops.norms.group_norm import pure_instance_norm
 from primitives.tracing._recompute import replaying_checkpoints
 from primitives.tracing._torch_private import bottom, function_modes
 

@@ -11,8 +11,8 @@ import torch
 
 from primitives._core.contexts import Decorates
 from primitives._core.errors import DtypeError, MissingRuleError, ShapeError
-from primitives._ops._philox import WORDS_PER_BLOCK
-from primitives._ops.philox import philox_p
+from primitives.ops.dropout.philox import philox_p
+from primitives.ops.dropout.words import WORDS_PER_BLOCK
 from primitives.tracing import _torch_private as torch_private
 from primitives.tracing._errors import errors_in_trace
 from primitives.tracing._random.operations import OPERATIONS, arguments_of, draw, draws_nothing, is_random

@@ -1,1 +1,0 @@
-"""Checks of the functional API: typed errors, and which calls need no closer look."""

@@ -1,0 +1,254 @@
+r"""Attention: each row of q takes the mean of the rows of v, weighted by the softmax of its products with those of k.
+
+    S = scale * q k^T + bias,      lse = log(sum(exp(S))),      P = exp(S - lse),      o = (P.Z) v
+
+Sums run over the keys, a dot between matrices multiplies element by element, and Z is the noise of dropout (1 without):
+`1 / (1 - p)` or 0, see `_attention.Rows.noise`. Along q_dot, k_dot, v_dot, bias_dot,
+
+    S_dot   = scale * (q_dot k^T + q k_dot^T) + bias_dot
+    lse_dot = sum(P.S_dot)
+    o_dot   = (P.Z) v_dot + (P.(S_dot - lse_dot).Z) v
+
+and with G = Z.(o_bar v^T), g = <o_bar, o> - lse_bar for each row, R = P.(G - g),
+
+    q_bar = scale * R k,      k_bar = scale * R^T q,      v_bar = (P.Z)^T o_bar,      bias_bar = R
+
+Both keep q, k, v, bias, o and lse, and never P: what they need of it is computed again, some rows at a time. The sum
+`P.(S_dot - lse_dot)` loses no digits to a part of S_dot that all keys of a row share, as time has it in a model that
+is modulated by it: the difference is taken before P is rounded.
+
+Shapes: q [*batch, H, N, D], k [*batch, K, M, D], v [*batch, K, M, E] with H a multiple of K; head h of q sees head
+h // (H / K) of k and v. bias and mask have as many axes as q and are broadcast to [*batch, H, N, M]; mask is true where
+a row sees a key, and `causal` hides key j from row i < j. seed and offset have the first axes of the batch (or none),
+int64. o is [*batch, H, N, E], lse [*batch, H, N], float32, float64 for float64 q. A row that sees no key has o = 0,
+lse = -inf and derivatives of zero.
+
+References:
+    Vaswani et al., "Attention is all you need", NeurIPS 2017. Rabe, Staats, "Self-attention does not need O(n^2)
+    memory", arXiv:2112.05682. Dao et al., "FlashAttention", NeurIPS 2022.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from primitives._core import Primitive
+from primitives.ops.attention.blocks import in_blocks
+from primitives.ops.attention.cpu_attention import flash, flash_bwd
+from primitives.ops.attention.rows import Problem, Rows, flipped, noised
+from primitives.ops.rules import accumulation_dtype, batch_all, bind_kernels, first_order, unwanted
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+__all__ = ["attention_bwd_p", "attention_jvp_p", "attention_p"]
+
+# The arguments that say what attends to what, and what no derivative reaches.
+OPTIONS = "Tensor? mask, Tensor? seed, Tensor? offset, float scale, bool causal, float dropout_p"
+NAMES = ("q", "k", "v", "bias")
+DOTS = tuple(f"{name}_dot" for name in NAMES)
+
+attention_p = Primitive(
+    "attention",
+    f"(Tensor q, Tensor k, Tensor v, Tensor? bias, {OPTIONS}) -> (Tensor o, Tensor lse)",
+    residuals=("q", "k", "v", "bias", "mask", "seed", "offset", "o", "lse"),
+)
+attention_bwd_p = Primitive(
+    "attention_bwd",
+    "(Tensor? o_bar, Tensor? lse_bar, Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor o, Tensor lse,"
+    f" {OPTIONS}, bool[] wanted) -> (Tensor q_bar, Tensor k_bar, Tensor v_bar, Tensor bias_bar)",
+    residuals=("o_bar", "lse_bar", "q", "k", "v", "bias", "o", "lse", "mask", "seed", "offset"),
+    cached=("o", "lse"),
+    decomposable=True,
+)
+attention_jvp_p = Primitive(
+    "attention_jvp",
+    "(Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor o, Tensor lse, Tensor? q_dot, Tensor? k_dot, Tensor? v_dot,"
+    f" Tensor? bias_dot, {OPTIONS}) -> (Tensor o_dot, Tensor lse_dot)",
+    residuals=(*NAMES, "o", "lse", *DOTS, "mask", "seed", "offset", "o_dot", "lse_dot"),
+    cached=("o", "lse"),
+    decomposable=True,
+)
+
+
+# Reference: for a block of rows at a time, on whose length no result depends.
+
+
+def forward(problem: Problem) -> tuple[Tensor, ...]:
+    """O and lse."""
+
+    def of_rows(rows: Rows) -> tuple[Tensor, Tensor]:
+        p, lse = rows.probabilities()
+        return torch.bmm(noised(p, rows.noise()), rows.x.v), lse
+
+    return in_blocks(problem, of_rows, "os", (True, True))
+
+
+def bwd(problem: Problem, wanted: Sequence[bool]) -> tuple[Tensor, ...]:
+    """q_bar, k_bar, v_bar and bias_bar; o and lse are computed where the problem does not have them."""
+
+    def of_rows(rows: Rows) -> tuple[Tensor | None, ...]:
+        x, noise, p = rows.x, rows.noise(), rows.probabilities()[0]
+        noisy_p = noised(p, noise)
+        r = rows.times(turning(rows, torch.bmm(noisy_p, x.v) if x.o is None else x.o, noise), p)
+        return (
+            rows.plus(None, r, x.k) if wanted[0] else None,
+            rows.plus(None, flipped(r), x.q) if wanted[1] else None,
+            rows.plus(None, noisy_p.mT, x.o_bar) if wanted[2] else None,
+            r,
+        )
+
+    return in_blocks(problem, of_rows, "qkvb", wanted)
+
+
+def turning(rows: Rows, o: Tensor, noise: Tensor | None) -> Tensor | None:
+    """G - g; None without cotangents."""
+    x = rows.x
+    less = None if x.lse_bar is None else -x.lse_bar
+    if x.o_bar is not None:
+        less = products(x.o_bar, o, less)
+    return rows.minus(noised(rows.plus(None, x.o_bar, x.v.mT), noise), less)
+
+
+def products(x: Tensor, y: Tensor, total: Tensor | None = None) -> Tensor:
+    """`total` plus the sum over each row of x.y."""
+    found = (x * y).sum(-1, keepdim=True)
+    return found if total is None else found + total
+
+
+def jvp(problem: Problem) -> tuple[Tensor, ...]:
+    """o_dot and lse_dot; lse as in `bwd`."""
+
+    def of_rows(rows: Rows) -> tuple[Tensor, Tensor]:
+        p, lse_dot, centered = moving(rows)
+        noise = rows.noise()
+        o_dot = rows.plus(None, noised(p, noise), rows.x.v_dot)
+        if centered is not None:
+            o_dot = rows.plus(o_dot, noised(rows.times(centered, p), noise), rows.x.v)
+        return o_dot, lse_dot
+
+    return in_blocks(problem, of_rows, "os", (True, True))
+
+
+def moving(rows: Rows) -> tuple[Tensor, Tensor, Tensor | None]:
+    """P, lse_dot, and S_dot - lse_dot, None where the scores do not move."""
+    p, scores_dot, lse_dot = rows.probabilities()[0], rows.scores_dot(), rows.x.lse_dot
+    if scores_dot is None:
+        return p, p.new_zeros((*p.shape[:-1], 1)), None
+    if lse_dot is None:
+        lse_dot = products(p, scores_dot)
+    return p, lse_dot, rows.minus(scores_dot, lse_dot)
+
+
+def problem_of(op: Primitive, args: Sequence[Any], *, in_place: bool = False) -> tuple[Problem, Sequence[bool]]:
+    """The problem of a call of `op`, and what is wanted of it."""
+    by_name = dict(zip(op.spec.arguments, args, strict=True))
+    wanted = by_name.pop("wanted", ())
+    problem = Problem(**by_name, in_place=in_place)
+    if problem.dtype != problem.q.dtype:
+        # Of rounded results the roundings would be left where a row's terms cancel.
+        problem = problem._replace(o=None, o_dot=None)
+    return problem, wanted
+
+
+def without_results(op: Primitive, args: Sequence[Any]) -> tuple[Problem, Sequence[bool]]:
+    """The same without values of other arguments: taken from these again, so that a derivative reaches them."""
+    problem, wanted = problem_of(op, args)
+    return problem._replace(**dict.fromkeys(op.spec.cached)), wanted
+
+
+@attention_p.def_reference
+def _attention_reference(*args: Any) -> tuple[Tensor, ...]:
+    return forward(problem_of(attention_p, args)[0])
+
+
+@attention_bwd_p.def_reference
+def _attention_bwd_reference(*args: Any) -> tuple[Tensor, ...]:
+    return bwd(*without_results(attention_bwd_p, args))
+
+
+@attention_jvp_p.def_reference
+def _attention_jvp_reference(*args: Any) -> tuple[Tensor, ...]:
+    return jvp(without_results(attention_jvp_p, args)[0])
+
+
+# Shapes.
+
+
+def empty_rows(q: Tensor, width: Any) -> Tensor:
+    """Stands for rows [*batch, H, N, width] like those of o."""
+    return q.new_empty((*q.shape[:-3], q.shape[-2], q.shape[-3], width)).transpose(-2, -3)
+
+
+def empty_statistic(q: Tensor) -> Tensor:
+    """Stands for a statistic [*batch, H, N]."""
+    return q.new_empty(q.shape[:-1], dtype=accumulation_dtype(q.dtype))
+
+
+@attention_p.def_fake
+def _attention_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return empty_rows(q, v.shape[-1]), empty_statistic(q)
+
+
+@attention_bwd_p.def_fake
+def _attention_bwd_fake(
+    o_bar: Any, lse_bar: Any, q: Tensor, k: Tensor, v: Tensor, bias: Any, *rest: Any
+) -> tuple[Tensor, ...]:
+    made: Any = (*[empty_rows(x, x.shape[-1]) for x in (q, k, v)], None if bias is None else bias.new_empty(bias.shape))
+    return tuple(x if want else unwanted(q) for x, want in zip(made, rest[-1], strict=True))
+
+
+@attention_jvp_p.def_fake
+def _attention_jvp_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return empty_rows(q, v.shape[-1]), empty_statistic(q)
+
+
+# Kernels. The temporaries of those for the CPU stay inside.
+
+
+def _attention_cpu(*args: Any) -> tuple[Tensor, ...]:
+    problem, _ = problem_of(attention_p, args, in_place=True)
+    return flash(problem) or forward(problem)
+
+
+def _attention_bwd_cpu(*args: Any) -> tuple[Tensor, ...]:
+    problem, wanted = problem_of(attention_bwd_p, args, in_place=True)
+    served = None if wanted[3] else flash_bwd(problem)
+    if served is None:
+        return bwd(problem, wanted)
+    bars = [x if want else unwanted(problem.q) for x, want in zip(served, wanted, strict=False)]
+    return (*bars, unwanted(problem.q))
+
+
+def _attention_jvp_cpu(*args: Any) -> tuple[Tensor, ...]:
+    return jvp(problem_of(attention_jvp_p, args, in_place=True)[0])
+
+
+bind_kernels(attention_p, "attention", "attention_fwd", _attention_cpu)
+bind_kernels(attention_bwd_p, "attention", "attention_bwd", _attention_bwd_cpu)
+bind_kernels(attention_jvp_p, "attention", "attention_jvp", _attention_jvp_cpu)
+
+
+# Derivatives.
+
+first_order(attention_p, attention_bwd_p, attention_jvp_p)
+
+
+@attention_p.def_autocast("cpu")
+@attention_p.def_autocast("cuda")
+def _attention_autocast(primals: Any) -> Any:
+    """Torch runs attention in autocast's own dtype."""
+    dtype = torch.get_autocast_dtype(primals.q.device.type)
+    cast = {
+        name: x.to(dtype) for name, x in zip(NAMES, primals, strict=False) if x is not None and x.dtype != torch.float64
+    }
+    return primals._replace(**cast)
+
+
+# Batching: the batch is one more first axis of every tensor.
+
+batch_all(attention_p, attention_bwd_p, attention_jvp_p)

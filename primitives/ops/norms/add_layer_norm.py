@@ -1,0 +1,289 @@
+r"""Layer norm of a residual stream to which a layer's output is added, after dropout; and RMS norm, not `centered`.
+
+    s = residual + x * noise,      y = norm(s)
+
+noise is that of dropout with probability p (see `dropout`), or 1 where `seed` is None; norm is that of `layer_norm`, of
+s as it was rounded. s is the residual of the next layer. The sum is linear, so with P, x_hat and the statistics of s
+
+    jvp   s_dot = residual_dot + x_dot * noise,      y_dot = P(s_dot) * weight + x_hat * weight_dot + bias_dot
+    vjp   residual_bar = P(y_bar * weight) + s_bar,      x_bar = residual_bar * noise
+
+and weight_bar and bias_bar are those of layer norm. All that is not linear is layer norm's: derivatives of second
+order are `layer_norm_pairing_p` and `layer_norm_bwd_jvp_p` between sums, and the references call layer norm's
+primitives. Of x and residual nothing is kept.
+
+Shapes: x, residual, y and s are [*batch, *rest, *norm], all else as in `layer_norm`; seed is [*batch], int64. s has the
+dtype of the residual, which may be wider than that of x; y has `y_dtype`, that of x.
+"""
+
+from __future__ import annotations
+
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from primitives._core import Primitive, value_and_jvp
+from primitives.ops.dropout.dropout import dropout_p
+from primitives.ops.norms.layer_norm import layer_norm_bwd_p, layer_norm_jvp_p, layer_norm_p, per_row
+from primitives.ops.norms.layer_norm_second_order import layer_norm_bwd_jvp_p, layer_norm_pairing_p
+from primitives.ops.rules import accumulation_dtype, batch_rows, bind_kernels, cast_to_float32, of_wanted, unwanted
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+add_layer_norm_p = Primitive(
+    "add_layer_norm",
+    "(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, Tensor? seed, float p, ScalarType y_dtype,"
+    " int norm_ndim, int batch_ndim, float eps, bool centered, bool rounded)"
+    " -> (Tensor y, Tensor s, Tensor mean, Tensor rstd)",
+    residuals=("s", "weight", "mean", "rstd", "seed"),
+    statistics=("mean", "rstd"),
+    recomputable=True,
+)
+add_layer_norm_bwd_p = Primitive(
+    "add_layer_norm_bwd",
+    "(Tensor y_bar, Tensor? s_bar, Tensor s, Tensor? weight, Tensor mean, Tensor rstd, Tensor? seed, float p,"
+    " int norm_ndim, int batch_ndim, float eps, bool centered, bool[] wanted)"
+    " -> (Tensor x_bar, Tensor residual_bar, Tensor weight_bar, Tensor bias_bar)",
+    residuals=("y_bar", "s", "weight", "mean", "rstd", "seed"),
+    cached=("mean", "rstd"),
+    decomposable=True,
+)
+add_layer_norm_jvp_p = Primitive(
+    "add_layer_norm_jvp",
+    "(Tensor s, Tensor? weight, Tensor mean, Tensor rstd, Tensor? x_dot, Tensor? residual_dot, Tensor? weight_dot,"
+    " Tensor? bias_dot, Tensor? seed, float p, ScalarType y_dtype, int norm_ndim, int batch_ndim, float eps,"
+    " bool centered) -> (Tensor y_dot, Tensor s_dot)",
+    residuals=("s", "weight", "mean", "rstd", "weight_dot", "bias_dot", "seed", "s_dot"),
+    cached=("mean", "rstd"),
+    decomposable=True,
+)
+add_layer_norm_fwd_jvp_p = value_and_jvp(add_layer_norm_p, add_layer_norm_jvp_p)
+
+_of_norm = attrgetter("norm_ndim", "batch_ndim", "eps", "centered")
+
+
+# Reference.
+
+
+def _in(dtype: torch.dtype, t: Tensor | None) -> Any:
+    return None if t is None else t.to(dtype)
+
+
+def _noisy(v: Tensor, seed: Tensor | None, p: float, batch_ndim: int) -> Tensor:
+    return v if seed is None else dropout_p(v, seed, None, p, batch_ndim)
+
+
+def _added(
+    residual: Tensor | None, x: Tensor | None, seed: Tensor | None, p: float, batch_ndim: int, like: Tensor
+) -> Tensor:
+    """`residual + x * noise`, new and contiguous, in the dtype of `like`; what is None is zero."""
+    acc = accumulation_dtype(like.dtype)
+    terms = [] if residual is None else [residual.to(acc)]
+    if x is not None:
+        terms.append(_noisy(x.to(acc), seed, p, batch_ndim))
+    if not terms:
+        return like.new_zeros(like.shape)
+    if len(terms) > 1:
+        return (terms[0] + terms[1]).to(like.dtype).contiguous()
+    return terms[0].to(like.dtype, copy=True, memory_format=torch.contiguous_format)
+
+
+@add_layer_norm_p.def_reference
+def _add_layer_norm_reference(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    seed: Tensor | None,
+    p: float,
+    y_dtype: torch.dtype,
+    norm_ndim: int,
+    batch_ndim: int,
+    eps: float,
+    centered: bool,
+    rounded: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    s = _added(residual, x, seed, p, batch_ndim, residual)
+    options = (norm_ndim, batch_ndim, eps, centered)
+    if not rounded or s.dtype == y_dtype:
+        y, mean, rstd = layer_norm_p(s, weight, bias, *options, rounded, 0)
+        return y.to(y_dtype), s, mean, rstd
+    # Layer norm rounds x_hat to the dtype of s.
+    y, mean, rstd = layer_norm_p(s, None, None, *options, False, 0)
+    y = y.to(y_dtype).to(y.dtype)
+    y = y if weight is None else y * per_row(weight, s, norm_ndim, batch_ndim)
+    y = y if bias is None else y + per_row(bias, s, norm_ndim, batch_ndim)
+    return y.to(y_dtype), s, mean, rstd
+
+
+@add_layer_norm_bwd_p.def_reference
+def _add_layer_norm_bwd_reference(
+    y_bar: Tensor,
+    s_bar: Tensor | None,
+    s: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    seed: Tensor | None,
+    p: float,
+    norm_ndim: int,
+    batch_ndim: int,
+    eps: float,
+    centered: bool,
+    wanted: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    want_x, want_residual, *want_params = wanted
+    # In the dtype of sums, since what layer norm gives is added to before it is rounded.
+    acc, options = accumulation_dtype(s.dtype), (norm_ndim, batch_ndim, eps, centered)
+    given = (y_bar.to(acc), s.to(acc), _in(acc, weight), mean, rstd)
+    bar, *param_bars = layer_norm_bwd_p(*given, *options, 0, (want_x or want_residual, *want_params))
+    x_bar = residual_bar = unwanted(s)
+    if want_residual:
+        residual_bar = _added(s_bar, bar, None, p, batch_ndim, s)
+    if want_x:
+        bar = bar if s_bar is None else bar + s_bar.to(acc)
+        x_bar = _added(None, bar, seed, p, batch_ndim, y_bar)
+    dtype = acc if weight is None else weight.dtype
+    weight_bar, bias_bar = (
+        bar.to(dtype) if want else unwanted(s) for bar, want in zip(param_bars, want_params, strict=True)
+    )
+    return x_bar, residual_bar, weight_bar, bias_bar
+
+
+@add_layer_norm_jvp_p.def_reference
+def _add_layer_norm_jvp_reference(
+    s: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    x_dot: Tensor | None,
+    residual_dot: Tensor | None,
+    weight_dot: Tensor | None,
+    bias_dot: Tensor | None,
+    seed: Tensor | None,
+    p: float,
+    y_dtype: torch.dtype,
+    norm_ndim: int,
+    batch_ndim: int,
+    eps: float,
+    centered: bool,
+) -> tuple[Tensor, Tensor]:
+    acc = accumulation_dtype(s.dtype)
+    wide, params = s.to(acc), [_in(acc, param) for param in (weight, weight_dot, bias_dot)]
+    moves = x_dot is not None or residual_dot is not None
+    # The tangent of y takes that of s before it is rounded.
+    dot = _added(residual_dot, x_dot, seed, p, batch_ndim, wide) if moves else None
+    s_dot = s.new_zeros(s.shape) if dot is None else dot.to(s.dtype, copy=True)
+    if not (moves or params[1:] != [None, None]):
+        return s.new_zeros(s.shape, dtype=y_dtype), s_dot
+    options = (norm_ndim, batch_ndim, eps, centered)
+    y_dot = layer_norm_jvp_p(wide, params[0], mean, rstd, dot, *params[1:], *options, 0)
+    return y_dot.to(y_dtype), s_dot
+
+
+# Triton's kernels; on the CPU those of layer norm and sums.
+
+bind_kernels(add_layer_norm_p, "add_layer_norm", "add_layer_norm_fwd")
+bind_kernels(add_layer_norm_bwd_p, "add_layer_norm", "add_layer_norm_bwd")
+bind_kernels(add_layer_norm_jvp_p, "add_layer_norm", "add_layer_norm_jvp")
+bind_kernels(add_layer_norm_fwd_jvp_p, "add_layer_norm", "add_layer_norm_fwd_jvp")
+
+
+# Derivatives.
+
+
+@add_layer_norm_p.def_vjp
+def _add_layer_norm_vjp(residuals: Any, cotangents: Any, wanted: Any) -> dict[str, Tensor | None]:
+    r, c = residuals, cotangents
+    if c.y is None:
+        return {"x": _noisy(c.s, r.seed, r.p, r.batch_ndim).to(r.y_dtype), "residual": c.s}
+    # Without noise the two are one tensor.
+    is_shared = wanted.x and r.seed is None and r.y_dtype == r.s.dtype
+    mask = (wanted.x and not is_shared, wanted.residual or is_shared, wanted.weight, wanted.bias)
+    given = (c.y, c.s, r.s, r.weight, r.mean, r.rstd, r.seed, r.p)
+    out = dict(zip(wanted._fields, add_layer_norm_bwd_p(*given, *_of_norm(r), mask), strict=False))
+    return _wanted({**out, "x": out["residual"] if is_shared else out["x"]}, wanted)
+
+
+def _wanted(found: dict[str, Tensor | None], wanted: Any) -> dict[str, Tensor | None]:
+    return {name: bar for name, bar in found.items() if getattr(wanted, name)}
+
+
+@add_layer_norm_p.def_jvp
+def _add_layer_norm_jvp(residuals: Any, tangents: Any) -> tuple[Tensor, Tensor]:
+    r, t = residuals, tangents
+    given = (r.s, r.weight, r.mean, r.rstd, t.x, t.residual, t.weight, t.bias, r.seed, r.p, r.y_dtype)
+    return add_layer_norm_jvp_p(*given, *_of_norm(r))
+
+
+# Second order. A tangent of s is what layer norm's rules take for one of x, and y_bar has the dtype of s there.
+
+
+@add_layer_norm_bwd_p.def_vjp
+def _add_layer_norm_bwd_vjp(residuals: Any, cotangents: Any, wanted: Any) -> dict[str, Tensor | None]:
+    r = residuals
+    x_dot, residual_dot, *param_dots = of_wanted(cotangents, r.wanted)
+    s_dot = None
+    if x_dot is not None or residual_dot is not None:
+        s_dot = _added(residual_dot, x_dot, r.seed, r.p, r.batch_ndim, r.s)
+    found: dict[str, Tensor | None] = {"s_bar": s_dot}
+    mask = (wanted.y_bar, wanted.s, wanted.weight)
+    if any(mask):
+        options = (*_of_norm(r), 0, (*mask, False, False, False))
+        y_bar = _in(r.s.dtype, r.y_bar)
+        out = layer_norm_pairing_p(y_bar, r.s, r.weight, r.mean, r.rstd, s_dot, *param_dots, *options)
+        found |= {"y_bar": out[0].to(r.y_bar.dtype), "s": out[1], "weight": out[2]}
+    return _wanted(found, wanted)
+
+
+@add_layer_norm_jvp_p.def_vjp
+def _add_layer_norm_jvp_vjp(residuals: Any, cotangents: Any, wanted: Any) -> dict[str, Tensor | None]:
+    r, c = residuals, cotangents
+    moves = wanted.x_dot or wanted.residual_dot
+    found: dict[str, Tensor | None] = {}
+    s_dot_bar = c.s_dot
+    mask = (wanted.s, wanted.weight, moves, wanted.weight_dot, wanted.bias_dot)
+    if c.y_dot is not None and any(mask):
+        given = (_in(r.s.dtype, c.y_dot), r.s, r.weight, r.mean, r.rstd, r.s_dot, r.weight_dot, r.bias_dot)
+        out = layer_norm_pairing_p(*given, *_of_norm(r), 0, (False, *mask))
+        found = dict(zip(("s", "weight", "s_dot", "weight_dot", "bias_dot"), out[1:], strict=True))
+        s_dot_bar = found.pop("s_dot") if s_dot_bar is None or not moves else s_dot_bar + found.pop("s_dot")
+    if moves:
+        found["residual_dot"] = s_dot_bar
+    if wanted.x_dot and s_dot_bar is not None:
+        found["x_dot"] = _noisy(s_dot_bar, r.seed, r.p, r.batch_ndim).to(r.y_dtype)
+    return _wanted(found, wanted)
+
+
+@add_layer_norm_bwd_p.def_jvp
+def _add_layer_norm_bwd_jvp(residuals: Any, tangents: Any) -> tuple[Tensor | None, ...]:
+    r, t = residuals, tangents
+    want_x, want_residual, *want_params = r.wanted
+    # The cotangent of s is added: where it alone moves, nothing else of the rows does.
+    moves = t.s_bar is None or t.y_bar is not None or t.s is not None or t.weight is not None
+    mask = ((want_x or want_residual) and moves, *want_params)
+    y_bar, y_bar_dot = (_in(r.s.dtype, bar) for bar in (r.y_bar, t.y_bar))
+    given = (y_bar, r.s, r.weight, r.mean, r.rstd, y_bar_dot, t.s, t.weight)
+    bar_dot, *param_dots = layer_norm_bwd_jvp_p(*given, *_of_norm(r), 0, mask)
+    if t.s_bar is not None:
+        bar_dot = bar_dot + t.s_bar if mask[0] else t.s_bar
+    x_bar_dot = residual_bar_dot = unwanted(r.s)
+    if want_x:
+        x_bar_dot = _noisy(bar_dot, r.seed, r.p, r.batch_ndim).to(r.y_bar.dtype)
+    if want_residual:
+        residual_bar_dot = bar_dot
+    return x_bar_dot, residual_bar_dot, *param_dots
+
+
+# Batching: as in layer norm; each sample with noise has its own, and counts its elements alone.
+
+batch_rows(add_layer_norm_p, add_layer_norm_bwd_p, add_layer_norm_jvp_p, add_layer_norm_fwd_jvp_p)
+
+
+@add_layer_norm_p.def_autocast("cuda")
+def _add_layer_norm_autocast(primals: Any) -> Any:
+    """As layer norm: all of it in float32."""
+    primals = cast_to_float32(primals)
+    return primals._replace(y_dtype=primals.x.dtype)

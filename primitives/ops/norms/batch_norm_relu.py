@@ -1,0 +1,185 @@
+r"""Batch norm, a residual and ReLU: the end of a block of a ResNet.
+
+With the norm z of `batch_norm.py`, or in evaluation of `batch_norm_eval.py`,
+
+    y = max(z + residual, 0)
+
+Write m for the mask that is 1 where y > 0 (and where y is NaN, as in torch). It is constant, so the rules are those of
+the norm behind or before it:
+
+    jvp   y_dot = m * (z_dot + residual_dot)
+    vjp   residual_bar = m * y_bar, and of x and the parameters what the norm's vjp makes of that
+
+and derivatives of second order are the norm's operators of m * y_bar and of the tangents. Evaluation, and third order,
+differentiate the references.
+
+Shapes are those of the norm; the residual has that of x, and may have another dtype.
+"""
+
+from __future__ import annotations
+
+from itertools import compress
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from primitives._core import Primitive, value_and_jvp
+from primitives.ops.norms import cpu_batch_norm as cpu
+from primitives.ops.norms.batch_norm import batch_norm_bwd_p, batch_norm_jvp_p, batch_norm_p, batch_state
+from primitives.ops.norms.batch_norm_second_order import batch_norm_bwd_jvp_p, batch_norm_pairing_p
+from primitives.ops.norms.channels import arranged
+from primitives.ops.rules import accumulation_dtype, batch_all, bind_kernels, first_order, of_wanted, unwanted
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+
+batch_norm_relu_p = Primitive(
+    "batch_norm_relu",
+    "(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, Tensor? running_mean, Tensor? running_var,"
+    " int batch_ndim, float momentum, float eps) -> (Tensor y, Tensor mean, Tensor rstd, Tensor new_running_mean,"
+    " Tensor new_running_var)",
+    residuals=("x", "weight", "mean", "rstd", "y"),
+    statistics=("mean", "rstd"),
+    state=("new_running_mean", "new_running_var"),
+    recomputable=True,
+)
+batch_norm_relu_bwd_p = Primitive(
+    "batch_norm_relu_bwd",
+    "(Tensor y_bar, Tensor y, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, int batch_ndim, float eps,"
+    " bool[] wanted) -> (Tensor x_bar, Tensor residual_bar, Tensor weight_bar, Tensor bias_bar)",
+    residuals=("y_bar", "y", "x", "weight", "mean", "rstd"),
+    cached=("mean", "rstd"),
+    decomposable=True,
+)
+batch_norm_relu_jvp_p = Primitive(
+    "batch_norm_relu_jvp",
+    "(Tensor y, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, Tensor? x_dot, Tensor? residual_dot,"
+    " Tensor? weight_dot, Tensor? bias_dot, int batch_ndim, float eps) -> Tensor y_dot",
+    residuals=("y", "x", "weight", "mean", "rstd", "x_dot", "weight_dot", "bias_dot"),
+    cached=("mean", "rstd"),
+    decomposable=True,
+)
+batch_norm_relu_fwd_jvp_p = value_and_jvp(batch_norm_relu_p, batch_norm_relu_jvp_p)
+
+
+# References, made of the norm's, and kernels for the CPU, made of its kernels there. A norm returns None for a call
+# that it does not serve. The arguments of training and of evaluation stand in the same order up to `batch_ndim`.
+
+
+def through(y: Tensor, v: Tensor) -> Tensor:
+    """The part of v that passes the ReLU: m * v."""
+    return torch.ops.aten.threshold_backward(v, y, 0)
+
+
+def _wide(values: Sequence[Tensor | None], added: Tensor | None) -> list[Any]:
+    """Values in the dtype of sums where something is still to be added before the result is rounded."""
+    return [v if v is None or added is None else v.to(accumulation_dtype(v.dtype)) for v in values]
+
+
+def forward_by(norm: Callable[..., Any], num_params: int, *, in_place: bool = False) -> Callable[..., Any]:
+    """The forward on a norm whose first `num_params` arguments behind x are per channel, and no state."""
+
+    def forward(x: Tensor, residual: Tensor | None, *args: Any) -> Any:
+        out = norm(*_wide((x, *args[:num_params]), residual), *args[num_params:])
+        if out is None:
+            return None
+        y, *others = out if isinstance(out, tuple) else (out,)
+        if residual is not None:
+            y = y.add_(residual) if in_place else y + residual
+        y = arranged((y.relu_() if in_place else y.relu()).to(x.dtype), x, args[4])
+        # Of running statistics that there are not, a stand-in has the dtype of x.
+        others[2:] = [unwanted(x) if old is None else new for old, new in zip(args[2:4], others[2:], strict=False)]
+        return (y, *others) if others else y
+
+    return forward
+
+
+def bwd_by(norm: Callable[..., Any]) -> Callable[..., Any]:
+    """The backward on that of a norm."""
+
+    def bwd(y_bar: Tensor, y: Tensor, x: Tensor, *args: Any) -> Any:
+        *given, wanted = args
+        passed = through(y, y_bar)
+        out = norm(passed, x, *given, (wanted[0], *wanted[2:]))
+        residual_bar = arranged(passed.to(x.dtype), x, given[3]) if wanted[1] else unwanted(x)
+        return None if out is None else (out[0], residual_bar, *out[1:])
+
+    return bwd
+
+
+def jvp_by(norm: Callable[..., Any]) -> Callable[..., Any]:
+    """The jvp on that of a norm."""
+
+    def jvp(y: Tensor, x: Tensor, *args: Any) -> Any:
+        *first, x_dot, residual_dot = args[:5]
+        y_dot = residual_dot
+        if any(dot is not None for dot in (x_dot, *args[5:-2])):
+            y_dot = norm(*_wide((x, *first, x_dot, *args[5:-2]), residual_dot), *args[-2:])
+            if y_dot is None:
+                return None
+            y_dot = y_dot if residual_dot is None else y_dot + residual_dot
+        return arranged(through(y, y_dot).to(x.dtype), x, args[-2])
+
+    return jvp
+
+
+batch_norm_relu_p.def_reference(forward_by(batch_norm_p.rule("reference"), 2))
+batch_norm_relu_bwd_p.def_reference(bwd_by(batch_norm_bwd_p.rule("reference")))
+batch_norm_relu_jvp_p.def_reference(jvp_by(batch_norm_jvp_p.rule("reference")))
+
+_ON_CPU = forward_by(cpu.forward, 2, in_place=True)
+bind_kernels(batch_norm_relu_p, "batch_norm", "batch_norm_train_fwd", _ON_CPU, relu=True)
+bind_kernels(batch_norm_relu_bwd_p, "batch_norm", "batch_norm_train_bwd", bwd_by(cpu.bwd))
+bind_kernels(batch_norm_relu_jvp_p, "batch_norm", "batch_norm_train_jvp", jvp_by(cpu.jvp))
+bind_kernels(batch_norm_relu_fwd_jvp_p, "batch_norm", "batch_norm_train_fwd_jvp", relu=True)
+
+
+# Derivatives.
+
+first_order(batch_norm_relu_p, batch_norm_relu_bwd_p, batch_norm_relu_jvp_p)
+
+
+@batch_norm_relu_bwd_p.def_vjp
+def _batch_norm_relu_bwd_vjp(residuals: Any, cotangents: Any, wanted: Any) -> dict[str, Tensor | None]:
+    r, mask = residuals, (wanted.y_bar, wanted.x, wanted.weight)
+    x_dot, passed_dot, *param_dots = of_wanted(cotangents, r.wanted)
+    found: dict[str, Tensor | None] = {}
+    if any(mask) and any(dot is not None for dot in (x_dot, *param_dots)):
+        given = (through(r.y, r.y_bar), r.x, r.weight, r.mean, r.rstd, x_dot, *param_dots, r.batch_ndim, r.eps)
+        out = batch_norm_pairing_p(*given, (*mask, False, False, False))
+        found = dict(compress(zip(("y_bar", "x", "weight"), out, strict=False), mask))
+    if wanted.y_bar:
+        dots = [dot for dot in (found.get("y_bar"), passed_dot) if dot is not None]
+        found["y_bar"] = through(r.y, sum(dots[1:], dots[0])) if dots else None
+    return found
+
+
+@batch_norm_relu_bwd_p.def_jvp
+def _batch_norm_relu_bwd_jvp(residuals: Any, tangents: Any) -> tuple[Tensor | None, ...]:
+    r, t = residuals, tangents
+    want_x, want_residual, *want_params = r.wanted
+    passed, passed_dot = through(r.y, r.y_bar), None if t.y_bar is None else through(r.y, t.y_bar)
+    given = (passed, r.x, r.weight, r.mean, r.rstd, passed_dot, t.x, t.weight, r.batch_ndim, r.eps)
+    x_bar_dot, *param_dots = batch_norm_bwd_jvp_p(*given, (want_x, *want_params))
+    residual_bar_dot = torch.zeros_like(passed) if passed_dot is None else passed_dot
+    return x_bar_dot, residual_bar_dot if want_residual else unwanted(r.x), *param_dots
+
+
+@batch_norm_relu_jvp_p.def_vjp
+def _batch_norm_relu_jvp_vjp(residuals: Any, cotangents: Any, wanted: Any) -> dict[str, Tensor]:
+    r, names = residuals, ("x", "weight", "x_dot", "weight_dot", "bias_dot")
+    mask, passed = tuple([getattr(wanted, name) for name in names]), through(r.y, cotangents.y_dot)
+    found = {"residual_dot": passed} if wanted.residual_dot else {}
+    if any(mask):
+        dots, options = (r.x_dot, r.weight_dot, r.bias_dot), (r.batch_ndim, r.eps, (False, *mask))
+        out = batch_norm_pairing_p(passed, r.x, r.weight, r.mean, r.rstd, *dots, *options)
+        found |= compress(zip(names, out[1:], strict=True), mask)
+    return found
+
+
+# Batching: the batch multiplies the channels.
+
+batch_state(batch_norm_relu_p, batch_norm_relu_fwd_jvp_p)
+batch_all(batch_norm_relu_bwd_p, batch_norm_relu_jvp_p, counter="batch_ndim")

@@ -1,0 +1,213 @@
+r"""Group norm with SiLU behind it, one operator, which keeps nothing but what the norm keeps, and the bias.
+
+With z the result of group norm (`layer_norm.py`, `grouped`) and s = sigmoid(z),
+
+    y = z * s,      y' = s * (1 + z * (1 - s)) =: a(z),      y'' = s * (1 - s) * (2 + z * (1 - 2 * s)) =: b(z)
+
+    jvp   y_dot = a(z) * z_dot
+    vjp   the cotangents of the norm for z_bar = a(z) * y_bar
+
+In second order these are derivatives of the norm's own second-order operators and products of full size. With
+z_bar_dot, the derivative of z_bar along the tangents given,
+
+    z_bar_dot = a(z) * y_bar_dot + b(z) * y_bar * z_dot
+
+the tangents of the vjp are those of the norm's vjp for (z_bar, z_bar_dot). The gradient of the pairing <y_bar, y_dot>
+in x, weight and bias is the same for y_bar_dot = 0, that in the tangents is the norm's vjp for z_bar, and that in
+y_bar is y_dot. Shapes are those of `layer_norm.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+from itertools import compress
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.functional import silu
+
+from primitives._core import Primitive, value_and_jvp
+from primitives.ops.norms import cpu_layer_norm as cpu
+from primitives.ops.norms.layer_norm import layer_norm_bwd_p, layer_norm_jvp_p, layer_norm_p
+from primitives.ops.norms.layer_norm_second_order import layer_norm_bwd_jvp_p
+from primitives.ops.rules import (
+    accumulation_dtype,
+    batch_rows,
+    bind_kernels,
+    cast_to_float32,
+    first_order,
+    of_wanted,
+    unwanted,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+group_norm_silu_p = Primitive(
+    "group_norm_silu",
+    "(Tensor x, Tensor? weight, Tensor? bias, int batch_ndim, float eps, int grouped)"
+    " -> (Tensor y, Tensor mean, Tensor rstd)",
+    residuals=("x", "weight", "bias", "mean", "rstd"),
+    statistics=("mean", "rstd"),
+    recomputable=True,
+)
+group_norm_silu_bwd_p = Primitive(
+    "group_norm_silu_bwd",
+    "(Tensor y_bar, Tensor x, Tensor? weight, Tensor? bias, Tensor mean, Tensor rstd, int batch_ndim, float eps,"
+    " int grouped, bool[] wanted) -> (Tensor x_bar, Tensor weight_bar, Tensor bias_bar)",
+    residuals=("y_bar", "x", "weight", "bias", "mean", "rstd"),
+    cached=("mean", "rstd"),
+    decomposable=True,
+)
+group_norm_silu_jvp_p = Primitive(
+    "group_norm_silu_jvp",
+    "(Tensor x, Tensor? weight, Tensor? bias, Tensor mean, Tensor rstd, Tensor? x_dot, Tensor? weight_dot,"
+    " Tensor? bias_dot, int batch_ndim, float eps, int grouped) -> Tensor y_dot",
+    residuals=("x", "weight", "bias", "mean", "rstd", "x_dot", "weight_dot", "bias_dot"),
+    cached=("mean", "rstd"),
+    decomposable=True,
+)
+group_norm_silu_fwd_jvp_p = value_and_jvp(group_norm_silu_p, group_norm_silu_jvp_p)
+
+_NORM_NDIM = 2
+
+
+def _slopes(z: Tensor) -> tuple[Tensor, Tensor]:
+    """SiLU's first and second derivative."""
+    s = torch.sigmoid(z)
+    rest = 1 - s
+    return s * (1 + z * rest), s * rest * (2 + z * (rest - s))
+
+
+# Reference and kernels for the CPU: those of the norm, in the dtype of sums, so that only results are rounded.
+
+
+def _wide(x: Tensor, *params: Tensor | None) -> list[Any]:
+    dtype = accumulation_dtype(x.dtype)
+    return [None if p is None else p.to(dtype) for p in (x, *params)]
+
+
+def _value(norm: Any, silu: Any, x: Tensor, weight: Any, bias: Any, batch_ndim: int, eps: float, grouped: int) -> Any:
+    out = norm(*_wide(x, weight, bias), _NORM_NDIM, batch_ndim, eps, True, False, grouped)
+    if out is None:
+        return None
+    z, mean, rstd = out
+    return silu(z).to(x.dtype), mean, rstd
+
+
+def _sloped(v: Tensor, z: Tensor) -> Tensor:
+    return v * _slopes(z)[0]
+
+
+def _cotangents(
+    norm: Any, sloped: Any, norm_bwd: Any, y_bar: Tensor, x: Tensor, weight: Any, bias: Any, *args: Any
+) -> Any:
+    mean, rstd, batch_ndim, eps, grouped, wanted = args
+    wide, weight_wide, bias_wide = _wide(x, weight, bias)
+    out = norm(wide, weight_wide, bias_wide, _NORM_NDIM, batch_ndim, eps, True, False, grouped)
+    if out is None:
+        return None
+    z_bar = sloped(y_bar.to(wide.dtype), out[0])
+    bars = norm_bwd(z_bar, wide, weight_wide, mean, rstd, _NORM_NDIM, batch_ndim, eps, True, grouped, wanted)
+    if bars is None:
+        return None
+    dtypes = (x.dtype, *[wide.dtype if weight is None else weight.dtype] * 2)
+    return tuple(bar.to(dtype) if want else unwanted(x) for bar, dtype, want in zip(bars, dtypes, wanted, strict=True))
+
+
+def _tangent(norm: Any, sloped: Any, norm_jvp: Any, x: Tensor, weight: Any, bias: Any, *args: Any) -> Tensor | None:
+    mean, rstd, *dots, batch_ndim, eps, grouped = args
+    wide, weight, bias, *dots = _wide(x, weight, bias, *dots)
+    out = norm(wide, weight, bias, _NORM_NDIM, batch_ndim, eps, True, False, grouped)
+    if out is None:
+        return None
+    z_dot = norm_jvp(wide, weight, mean, rstd, *dots, _NORM_NDIM, batch_ndim, eps, True, grouped)
+    return None if z_dot is None else sloped(z_dot, out[0]).to(x.dtype)
+
+
+_reference, _bwd_reference, _jvp_reference = (
+    op.rule("reference") for op in (layer_norm_p, layer_norm_bwd_p, layer_norm_jvp_p)
+)
+group_norm_silu_p.def_reference(functools.partial(_value, _reference, silu))
+group_norm_silu_bwd_p.def_reference(functools.partial(_cotangents, _reference, _sloped, _bwd_reference))
+group_norm_silu_jvp_p.def_reference(functools.partial(_tangent, _reference, _sloped, _jvp_reference))
+
+
+def _sloped_in_place(v: Tensor, z: Tensor) -> Tensor:
+    """`_sloped` in one pass, which takes the memory of z."""
+    return torch.ops.aten.silu_backward.grad_input(v, z, grad_input=z)
+
+
+_VALUE_ON_CPU = functools.partial(_value, cpu.forward, functools.partial(silu, inplace=True))
+_COTANGENTS_ON_CPU = functools.partial(_cotangents, cpu.forward, _sloped_in_place, cpu.bwd)
+_TANGENT_ON_CPU = functools.partial(_tangent, cpu.forward, _sloped_in_place, cpu.jvp)
+_LAUNCHED = {"norm_ndim": _NORM_NDIM, "silu": True}
+bind_kernels(group_norm_silu_p, "layer_norm", "layer_norm_fwd", _VALUE_ON_CPU, **_LAUNCHED)
+bind_kernels(group_norm_silu_bwd_p, "layer_norm", "layer_norm_bwd", _COTANGENTS_ON_CPU, **_LAUNCHED)
+bind_kernels(group_norm_silu_jvp_p, "layer_norm", "layer_norm_jvp", _TANGENT_ON_CPU, **_LAUNCHED)
+bind_kernels(group_norm_silu_fwd_jvp_p, "layer_norm", "layer_norm_fwd_jvp", **_LAUNCHED)
+
+
+# Derivatives.
+
+first_order(group_norm_silu_p, group_norm_silu_bwd_p, group_norm_silu_jvp_p)
+
+
+def _moved(r: Any, y_bar: Tensor, y_bar_dot: Tensor | None, dots: Sequence[Tensor | None], wanted: Any) -> Any:
+    """Tangents of the cotangents of x, weight and bias along `dots` of these, and `y_bar_dot`.
+
+    In the dtype of sums: rounded in between, sums of many would be off by more than a rounding.
+    """
+    (x, weight, bias, *param_dots), options = _wide(r.x, r.weight, r.bias, *dots[1:]), (_NORM_NDIM, r.batch_ndim, r.eps)
+    a, b = _slopes(layer_norm_p(x, weight, bias, *options, True, False, r.grouped)[0])
+    terms = [] if y_bar_dot is None else [a * y_bar_dot]
+    if any(dot is not None for dot in dots):
+        z_dot = layer_norm_jvp_p(x, weight, r.mean, r.rstd, dots[0], *param_dots, *options, True, r.grouped)
+        terms.append(b * y_bar * z_dot)
+    z_bar_dot = sum(terms[1:], terms[0]) if terms else None
+    given = (a * y_bar, x, weight, r.mean, r.rstd, z_bar_dot, dots[0], param_dots[0])
+    x_bar_dot, *param_bars_dot = layer_norm_bwd_jvp_p(*given, *options, True, r.grouped, wanted)
+    dtype = x.dtype if r.weight is None else r.weight.dtype
+    return x_bar_dot.to(r.x.dtype), *[bar.to(dtype) for bar in param_bars_dot]
+
+
+@group_norm_silu_bwd_p.def_vjp
+def _group_norm_silu_bwd_vjp(residuals: Any, cotangents: Any, wanted: Any) -> dict[str, Tensor]:
+    r, c, mask = residuals, cotangents, (wanted.x, wanted.weight, wanted.bias)
+    dots = of_wanted((c.x_bar, c.weight_bar, c.bias_bar), r.wanted)
+    if not any(dot is not None for dot in dots):
+        return {}
+    bars = {}
+    if wanted.y_bar:
+        bars["y_bar"] = group_norm_silu_jvp_p(
+            r.x, r.weight, r.bias, r.mean, r.rstd, *dots, r.batch_ndim, r.eps, r.grouped
+        )
+    if any(mask):
+        bars |= compress(zip(("x", "weight", "bias"), _moved(r, r.y_bar, None, dots, mask), strict=True), mask)
+    return bars
+
+
+@group_norm_silu_jvp_p.def_vjp
+def _group_norm_silu_jvp_vjp(residuals: Any, cotangents: Any, wanted: Any) -> dict[str, Tensor]:
+    r, y_bar, bars = residuals, cotangents.y_dot, {}
+    mask, dots_mask = (wanted.x, wanted.weight, wanted.bias), (wanted.x_dot, wanted.weight_dot, wanted.bias_dot)
+    if any(mask):
+        out = _moved(r, y_bar, None, (r.x_dot, r.weight_dot, r.bias_dot), mask)
+        bars |= compress(zip(("x", "weight", "bias"), out, strict=True), mask)
+    if any(dots_mask):
+        options = (r.batch_ndim, r.eps, r.grouped, dots_mask)
+        out = group_norm_silu_bwd_p(y_bar, r.x, r.weight, r.bias, r.mean, r.rstd, *options)
+        bars |= compress(zip(("x_dot", "weight_dot", "bias_dot"), out, strict=True), dots_mask)
+    return bars
+
+
+@group_norm_silu_bwd_p.def_jvp
+def _group_norm_silu_bwd_jvp(residuals: Any, tangents: Any) -> tuple[Tensor, ...]:
+    r, t = residuals, tangents
+    return _moved(r, r.y_bar, t.y_bar, (t.x, t.weight, t.bias), r.wanted)
+
+
+batch_rows(group_norm_silu_p, group_norm_silu_bwd_p, group_norm_silu_jvp_p, group_norm_silu_fwd_jvp_p)
+group_norm_silu_p.def_autocast("cuda")(cast_to_float32)

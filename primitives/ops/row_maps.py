@@ -1,0 +1,164 @@
+"""The derivatives of a map along rows, of first and second order, as operators made from formulas.
+
+A map `y = f(x)` keeps one tensor k for its derivatives, its output y or its input x, and perhaps statistics of x beside
+it. Both derivatives are linear,
+
+    vjp   x_bar = bwd(y_bar, k)          jvp   y_dot = jvp(x_dot, k)
+
+and partial derivatives of one scalar, the pairing `L = <y_bar, jvp(x_dot, k)>`, so the vjp of either one is the
+gradient of L: `y_bar_bar = jvp(x_dot, k)`, `x_dot_bar = bwd(y_bar, k)`, and a third part for k, which leads on to x.
+Forward over reverse is `x_bar_dot = bwd(y_bar_dot, k)` and what the tangent of k adds. Third and higher orders
+differentiate the references of these.
+"""
+
+from __future__ import annotations
+
+from itertools import compress
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
+
+from primitives._core import Primitive, value_and_jvp
+from primitives.ops.rules import accumulation_dtype, batch_all, bind_kernels, unwanted
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from types import ModuleType
+
+    from torch import Tensor
+
+    # Of contiguous tensors in the dtype of sums, and of the options.
+    Formula = Callable[..., Tensor]
+
+
+class RowMap:
+    """The primitives of all derivatives of a map, with kernels bound to all of them, and with their rules.
+
+    If x is the only tensor that the map takes, `value` gets its vjp and jvp rules too.
+
+    Args:
+        value: The primitive of the map; what it declares as statistics is handed to the kernels of the derivatives.
+        kept: `"y"` or `"x"`, what formulas take for k. Beside y, the vjp is told the dtype of x.
+        options: Arguments of all derivatives that are not tensors, as the schema of `value` has them.
+        bwd: `(y_bar, k, *options) -> x_bar`.
+        jvp: `(x_dot, k, *options) -> y_dot`; None where the derivative is symmetric, so that it is `bwd`.
+        second_order: Where second order has kernels: `(y_bar, k, x_dot, *options)`, the part of the gradient of L for
+            k, and `(y_bar, k, k_dot, *options)`, what the tangent of k adds to that of x_bar.
+        cpu: Kernels for the CPU by the names `fwd`, `bwd`, `jvp`, `pairing` and `bwd_jvp`, as far as it has them.
+        counter: As of `batch_all`.
+
+    Attributes:
+        ops: The primitives by what follows the name of `value` in theirs: `fwd` the value itself, `bwd`, `jvp`,
+            `fwd_jvp` and, of second order, `pairing` and `bwd_jvp`. Launchers of `triton_kernels.<op>` are named so.
+    """
+
+    def __init__(
+        self,
+        value: Primitive,
+        kept: str,
+        options: str,
+        bwd: Formula,
+        jvp: Formula | None = None,
+        second_order: tuple[Formula, Formula] | None = None,
+        *,
+        cpu: ModuleType | None = None,
+        counter: str | None = None,
+    ) -> None:
+        self.ops = {"fwd": value}
+        self._kept, self._options = kept, [option.split()[-1] for option in options.split(", ")]
+        self._of_k, self._dtype = [kept, *value.spec.statistics], ["x_dtype"] * (kept == "y")
+        self._bwd, self._jvp, self._is_symmetric = bwd, jvp or bwd, jvp is None
+        tensors = ", ".join(f"Tensor {tensor}" for tensor in self._of_k)
+        of_vjp = ", ".join([options, *(f"ScalarType {name}" for name in self._dtype)])
+        self._make("bwd", f"(Tensor y_bar, {tensors}, {of_vjp}) -> Tensor x_bar", self._run_bwd, "y_bar")
+        self._make("jvp", f"(Tensor x_dot, {tensors}, {options}) -> Tensor y_dot", self._run_jvp, "x_dot")
+        self.ops["fwd_jvp"] = value_and_jvp(value, self.ops["jvp"])
+        if value.spec.tensors == ("x",):
+            self._define_first_order()
+        if second_order is not None:
+            self._along_k, self._of_k_dot = second_order
+            bars = f"(Tensor y_bar_bar, Tensor {'output' if kept == 'y' else 'x'}_bar, Tensor x_dot_bar)"
+            schema = f"(Tensor y_bar, {tensors}, Tensor x_dot, {options}, bool[] wanted) -> {bars}"
+            self._make("pairing", schema, self._run_pairing)
+            dots = f"Tensor? y_bar_dot, Tensor? {kept}_dot"
+            schema = f"(Tensor y_bar, {tensors}, {dots}, {of_vjp}) -> Tensor x_bar_dot"
+            self._make("bwd_jvp", schema, self._run_bwd_jvp)
+            self._define_second_order()
+        for suffix, op in self.ops.items():
+            bind_kernels(op, value.name, f"{value.name}_{suffix}", getattr(cpu, suffix, None))
+        batch_all(*self.ops.values(), counter=counter)
+
+    def _make(self, suffix: str, schema: str, reference: Callable[[dict[str, Any]], Any], *first: str) -> None:
+        op = Primitive(
+            f"{self.ops['fwd'].name}_{suffix}",
+            schema,
+            residuals=(*first, *self._of_k) if first else (),
+            cached=self._of_k[1:],
+            decomposable=True,
+            namespace=self.ops["fwd"].spec.namespace,
+        )
+        op.def_reference(lambda *args: reference(dict(zip(op.spec.arguments, args, strict=True))))
+        self.ops[suffix] = op
+
+    # References, of arguments by name. Statistics are values of x, which formulas take from k again.
+
+    def _run(self, formula: Formula, given: dict[str, Any], *names: str) -> Tensor:
+        dtype = accumulation_dtype(given[self._kept].dtype)
+        tensors = [given[name].contiguous().to(dtype) for name in names]
+        return formula(*tensors, *[given[name] for name in self._options])
+
+    def _run_bwd(self, given: dict[str, Any]) -> Tensor:
+        return self._run(self._bwd, given, "y_bar", self._kept).to(given.get("x_dtype", given[self._kept].dtype))
+
+    def _run_jvp(self, given: dict[str, Any]) -> Tensor:
+        return self._run(self._jvp, given, "x_dot", self._kept).to(given[self._kept].dtype)
+
+    def _run_pairing(self, given: dict[str, Any]) -> tuple[Tensor, ...]:
+        k = self._kept
+        formulas = (self._jvp, "x_dot", k), (self._along_k, "y_bar", k, "x_dot"), (self._bwd, "y_bar", k)
+        return tuple(
+            self._run(formula, given, *names).to(given[like].dtype) if want else unwanted(given[k])
+            for like, (formula, *names), want in zip(("y_bar", k, "x_dot"), formulas, given["wanted"], strict=True)
+        )
+
+    def _run_bwd_jvp(self, given: dict[str, Any]) -> Tensor:
+        k, terms = self._kept, []
+        if given["y_bar_dot"] is not None:
+            terms.append(self._run(self._bwd, given, "y_bar_dot", k))
+        if given[f"{k}_dot"] is not None:
+            terms.append(self._run(self._of_k_dot, given, "y_bar", k, f"{k}_dot"))
+        return sum(terms[1:], terms[0]).to(given.get("x_dtype", given[k].dtype))
+
+    # Rules.
+
+    def _define_first_order(self) -> None:
+        value, bwd, jvp = self.ops["fwd"], self.ops["bwd"], self.ops["jvp"]
+        for_jvp = attrgetter(*self._of_k, *self._options)
+        for_bwd = attrgetter(*self._of_k, *self._options, *self._dtype)
+        value.def_vjp(lambda residuals, cotangents, wanted: {"x": bwd(cotangents.y, *for_bwd(residuals))})
+        value.def_jvp(lambda residuals, tangents: jvp(tangents.x, *for_jvp(residuals)))
+
+    def _define_second_order(self) -> None:
+        bwd, jvp, k = self.ops["bwd"], self.ops["jvp"], self._kept
+
+        def given(residuals: Any, names: Sequence[str]) -> list[Any]:
+            return [getattr(residuals, name) for name in names]
+
+        def gradient(y_bar: Tensor, x_dot: Tensor, residuals: Any, wanted: Any) -> dict[str, Tensor]:
+            names = ("y_bar", k, "x_dot")
+            mask = tuple([getattr(wanted, name, False) for name in names])
+            of_k, options = given(residuals, self._of_k), given(residuals, self._options)
+            return dict(
+                compress(zip(names, self.ops["pairing"](y_bar, *of_k, x_dot, *options, mask), strict=True), mask)
+            )
+
+        def tangent(y_bar: Tensor, y_bar_dot: Tensor | None, residuals: Any, tangents: Any, dtype: list[Any]) -> Tensor:
+            of_k, dots = given(residuals, self._of_k), (y_bar_dot, getattr(tangents, k))
+            return self.ops["bwd_jvp"](y_bar, *of_k, *dots, *given(residuals, self._options), *dtype)
+
+        bwd.def_vjp(lambda r, cotangents, wanted: gradient(r.y_bar, cotangents.x_bar, r, wanted))
+        jvp.def_vjp(lambda r, cotangents, wanted: gradient(cotangents.y_dot, r.x_dot, r, wanted))
+        bwd.def_jvp(lambda r, tangents: tangent(r.y_bar, tangents.y_bar, r, tangents, given(r, self._dtype)))
+        if self._is_symmetric:
+            jvp.def_jvp(
+                lambda r, tangents: tangent(r.x_dot, tangents.x_dot, r, tangents, [r.y.dtype for _ in self._dtype])
+            )

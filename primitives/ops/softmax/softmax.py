@@ -1,0 +1,114 @@
+r"""Softmax over one axis, with a scale and a mask, and its derivatives of first and second order.
+
+    u = scale * x + mask,      y = exp(u) / sum(exp(u))
+
+All sums run over the axis. A boolean mask is 0 where it is true and -inf elsewhere; a position with -inf in the mask
+takes no part, whatever x is there. A row in which no position takes part is 0, and so are its derivatives; without a
+mask a row of -inf is NaN, as in torch.
+
+The derivative of y with respect to u is symmetric, P(v) = y * (v - sum(y * v)), so one map serves both modes, and the
+output y is all that is kept:
+
+    jvp   y_dot = P(scale * x_dot + mask_dot)
+    vjp   u_bar = P(y_bar),   x_bar = scale * u_bar,   mask_bar = u_bar
+
+Both operators are partial derivatives of one scalar, the pairing
+
+    L = <y_bar, y_dot> = scale * (sum(y * y_bar * x_dot) - sum(y * y_bar) * sum(y * x_dot))
+
+whose gradient `softmax_pairing` returns. With respect to x_dot it is x_bar, to y_bar y_dot, and to y
+
+    scale * (y_bar * (x_dot - sum(y * x_dot)) - x_dot * sum(y * y_bar))
+
+which leads on to x. The jvp of the map, and so of both operators, is `softmax_bwd_jvp`:
+
+    x_bar_dot = scale * (y * (y_bar_dot - sum(y * y_bar_dot + y_dot * y_bar)) + y_dot * (y_bar - sum(y * y_bar)))
+
+Third and higher orders differentiate the references.
+
+Shapes: all tensors have that of x; a mask is broadcast to it, by strides of zero. y has `output_dtype` (None: that of
+x), and x is cast to it as it is read. Sums are taken in float32, in float64 for float64 y.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from primitives._core import Primitive
+from primitives.ops.row_maps import RowMap
+from primitives.ops.rules import accumulation_dtype, masked, output_in_float32
+from primitives.ops.softmax import cpu_softmax as cpu
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+softmax_p = Primitive(
+    "softmax",
+    "(Tensor x, Tensor? mask, int dim, float scale, ScalarType? output_dtype) -> Tensor y",
+    residuals=("y", "x.dtype", "mask.dtype"),
+    recomputable=True,
+)
+softmax_p.def_autocast("cuda")(output_in_float32)
+
+
+@softmax_p.def_reference
+def _softmax_reference(
+    x: Tensor, mask: Tensor | None, dim: int, scale: float, output_dtype: torch.dtype | None
+) -> Tensor:
+    y_dtype = output_dtype or x.dtype
+    u = masked(x.contiguous().to(y_dtype).to(accumulation_dtype(y_dtype)), mask, scale)
+    if u.shape[dim] == 0:
+        return torch.empty_like(u, dtype=y_dtype)
+    top = u.detach().amax(dim, keepdim=True)
+    if mask is None:
+        weights = (u - top).exp()
+        return (weights / weights.sum(dim, keepdim=True)).to(y_dtype)
+    weights = (u - top.masked_fill(top == -torch.inf, 0.0)).exp()
+    total = weights.sum(dim, keepdim=True)
+    return (weights / total.masked_fill(total == 0.0, 1.0)).to(y_dtype)
+
+
+def _map(v: Tensor, y: Tensor, dim: int, scale: float) -> Tensor:
+    """P(v), times scale."""
+    return scale * y * (v - (y * v).sum(dim, keepdim=True))
+
+
+def _along_y(y_bar: Tensor, y: Tensor, x_dot: Tensor, dim: int, scale: float) -> Tensor:
+    """The part of the gradient of L for y."""
+    total, dot_total = ((y * v).sum(dim, keepdim=True) for v in (y_bar, x_dot))
+    return scale * (y_bar * (x_dot - dot_total) - x_dot * total)
+
+
+def _of_y_dot(y_bar: Tensor, y: Tensor, y_dot: Tensor, dim: int, scale: float) -> Tensor:
+    """The part that the tangent of y adds to that of x_bar."""
+    along = y_dot * (y_bar - (y * y_bar).sum(dim, keepdim=True))
+    return scale * (along - y * (y_dot * y_bar).sum(dim, keepdim=True))
+
+
+# The batch is one more axis that the sum does not run over.
+_derivatives = RowMap(
+    softmax_p, "y", "int dim, float scale", _map, second_order=(_along_y, _of_y_dot), cpu=cpu, counter="dim"
+)
+softmax_bwd_p, softmax_jvp_p = _derivatives.ops["bwd"], _derivatives.ops["jvp"]
+
+
+@softmax_p.def_vjp
+def _softmax_vjp(residuals: Any, cotangents: Any, wanted: Any) -> dict[str, Tensor]:
+    r, y_bar, found = residuals, cotangents.y, {}
+    if wanted.mask:
+        found["mask"] = softmax_bwd_p(y_bar, r.y, r.dim, 1.0, r.mask_dtype)
+    if wanted.x:
+        is_same = wanted.mask and r.scale == 1.0 and r.x_dtype == r.mask_dtype
+        found["x"] = found["mask"] if is_same else softmax_bwd_p(y_bar, r.y, r.dim, r.scale, r.x_dtype)
+    return found
+
+
+@softmax_p.def_jvp
+def _softmax_jvp(residuals: Any, tangents: Any) -> Tensor:
+    r, x_dot, mask_dot = residuals, tangents.x, tangents.mask
+    if mask_dot is None:
+        return softmax_jvp_p(x_dot, r.y, r.dim, r.scale)
+    u_dot = mask_dot if x_dot is None else r.scale * x_dot + mask_dot
+    return softmax_jvp_p(u_dot, r.y, r.dim, 1.0)
