@@ -22,19 +22,11 @@ PACKAGES = ("primitives", "triton_kernels", "perf")
 LAYERS = (
     ("primitives._core",),
     ("primitives.decompositions", "primitives.custom"),
-    ("primitives.ops",),
     (
-        "primitives._checks",
-        "primitives._distributed",
-        "primitives.ops.attention.functions",
-        "primitives._audit.table",
-        "primitives.ops.norms.batch_norm_functions",
-        "primitives.ops.norms.group_norm",
-        "primitives.ops.losses.functions",
-        "primitives.ops.norms.rms_norm",
+        "primitives.ops",
         "primitives._repair",
-        "primitives.ops.norms.residual_norms",
-        "primitives.ops.softmax.functions",
+        "primitives._distributed",
+        "primitives._audit.table",
         "primitives.functional",
     ),
     ("primitives.func", "primitives.autograd", "primitives.tracing"),
@@ -180,10 +172,20 @@ def test_primitives_are_complete(name):
     *named, last = inspect.signature(op.rule("reference")).parameters
     assert last in ("args", op.spec.arguments[-1])
     assert tuple(named) == (op.spec.arguments[: len(named)] if last == "args" else op.spec.arguments[:-1])
+
+
+def rooms(op):
+    """Folders of the file of an operation, and of all functions that are its rules."""
     stem = re.sub("(_pairing)?(_bwd|_fwd)?(_jvp)?$", "", op.name)
-    # Its launcher may be that of the operation that it ends.
-    module = f"primitives.ops.{stem}"
-    assert module in trees(), f"{op.name} belongs to the module {module}, which is not there"
+    yield from (name.split(".")[2] for name in trees() if re.fullmatch(rf"primitives\.ops\.\w+\.{stem}", name))
+    for rule in (*op.rules.given.values(), *op.rules.kernels.values()):
+        own = re.match(r"primitives\.ops\.(\w+)\.", rule.__module__)
+        yield from [own[1]] if own else []
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_one_family_one_folder(name):
+    assert len({*rooms(OURS[name])}) == 1, "operation and rules lie in one folder of primitives/ops, and in no other"
 
 
 # Launch policy: numbers of warps, stages, programs and sizes of tiles are the planner's, in `triton_kernels.launch`.

@@ -30,9 +30,9 @@ def lacking(case):
     without_kernel = [op.name for op in ops if "cuda" not in op.rules.kernels]
     parts = {
         f"the function {public} with its checks, offered by primitives/functional.py": hasattr(pr.functional, public),
-        f"def_vmap of {', '.join(without_vmap)}, in primitives/_ops/{family}.py": not without_vmap,
-        f"bind_kernels of {', '.join(without_kernel)}, in primitives/_ops/{family}.py": not without_kernel,
-        f"{family}_pairing and _bwd_jvp, in primitives/_ops/{family}_second_order.py, or decomposable=True of the "
+        f"def_vmap of {', '.join(without_vmap)}, in primitives/ops/*/{family}.py": not without_vmap,
+        f"bind_kernels of {', '.join(without_kernel)}, in primitives/ops/*/{family}.py": not without_kernel,
+        f"{family}_pairing and _bwd_jvp, in a file of second order beside it, or decomposable=True of the "
         "derivatives": has_second_order,
         f"a line on how DTensors may be cut, in FAMILIES of primitives/_distributed/_axes.py: {family}": family
         in FAMILIES,

@@ -17,12 +17,10 @@ from torch._C import _functorch  # type: ignore[attr-defined] - no stub
 from torch.autograd import forward_ad
 
 from primitives._audit.table import verdicts_of
+from primitives._core import registered_primitives
 from primitives._core.decomposition import decomposition_table
 from primitives._repair.dispatcher import DEVICES, Registrations, has_kernel
 from primitives._repair.state import carries_tangent, is_active, is_repairing, is_traced, repairing
-from primitives.ops.attention.attention import attention_bwd_p
-from primitives.ops.norms.batch_norm import batch_norm_bwd_p
-from primitives.ops.norms.layer_norm import layer_norm_bwd_p
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -47,6 +45,12 @@ def mark(y: Tensor, eps: float | None = None) -> Tensor:
     return y
 
 
+@functools.cache
+def _backward_of(name: str) -> Callable[..., Any]:
+    """Looked up at its first call, since the functions that mark their nodes lie beside these primitives."""
+    return registered_primitives()[f"primitives::{name}_bwd"]
+
+
 def _unmasked(bars: Sequence[Any], mask: Sequence[bool]) -> tuple[Any, ...]:
     return tuple(bar if wanted else None for bar, wanted in zip(bars, mask, strict=True))
 
@@ -63,7 +67,7 @@ def _layer_norm(eps: float | None, *args: Any) -> Any:
     rows = x.shape[: x.dim() - len(shape)]
     wanted = (mask[0], mask[1] and weight is not None, mask[2] and bias is not None)
     statistics = mean.reshape(rows), rstd.reshape(rows)
-    bars = layer_norm_bwd_p(y_bar.contiguous(), x, weight, *statistics, len(shape), 0, eps, True, 0, wanted)
+    bars = _backward_of("layer_norm")(y_bar.contiguous(), x, weight, *statistics, len(shape), 0, eps, True, 0, wanted)
     return _unmasked(bars, wanted)
 
 
@@ -71,7 +75,7 @@ def _batch_norm(_eps: float | None, *args: Any) -> Any:
     y_bar, x, weight, _running_mean, _running_var, mean, rstd, training, eps, mask = args
     if not training or x.numel() == 0 or not _are_of_one_dtype(x, y_bar, mean, weight):
         return decomposition_table[aten.native_batch_norm_backward.default](*args)
-    bars = batch_norm_bwd_p(y_bar.contiguous(), x, weight, mean, rstd, 0, eps, tuple(mask))
+    bars = _backward_of("batch_norm")(y_bar.contiguous(), x, weight, mean, rstd, 0, eps, tuple(mask))
     return _unmasked(bars, mask)
 
 
@@ -95,7 +99,7 @@ def _attention(
     is_mask = attn_mask is not None and attn_mask.dtype == torch.bool
     bias, mask = (None, attn_mask) if is_mask else (attn_mask, None)
     options = mask, None, None, scale, is_causal, 0.0, (True, True, True, False)
-    return attention_bwd_p(o_bar, None, q, k, v, bias, o, lse, *options)[:3]
+    return _backward_of("attention")(o_bar, None, q, k, v, bias, o, lse, *options)[:3]
 
 
 _FORMULAS: dict[OpOverload, Callable[..., Any]] = {

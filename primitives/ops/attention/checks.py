@@ -10,6 +10,7 @@ import torch
 from primitives._core.errors import DeviceError, DtypeError, ShapeError
 from primitives._core.trees.leaves import require_dense
 from primitives.ops.arguments import floating, probability
+from primitives.ops.dropout.words import MAX_SEED
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 __all__ = ["attention", "flag", "is_causal_bias", "options", "stream"]
 
 MIN_DIM = 2
-MAX_SEED = 2**63 - 1
 
 
 def options(op_name: str, *, mask: Any, causal: tuple[str, Any], scale: Any, dropout_p: Any) -> None:

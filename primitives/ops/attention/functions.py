@@ -13,6 +13,7 @@ from primitives._repair.nodes import mark
 from primitives._repair.plain import is_plain_on_cpu
 from primitives.ops.attention import checks
 from primitives.ops.attention.attention import attention_p
+from primitives.ops.dropout.words import MAX_SEED
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,8 +25,6 @@ __all__ = ["attention", "attention_of_tensors", "scaled_dot_product_attention"]
 MIN_AXES = 3
 # Axes of what torch's fused kernel for the CPU takes.
 _FLASH_AXES = 4
-# Seeds are drawn below this: all that torch.randint can draw from.
-MAX_SEED = 2**63 - 1
 
 
 @overload

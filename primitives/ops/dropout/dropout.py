@@ -27,8 +27,7 @@ import torch
 from primitives._core import Primitive
 from primitives._core.trees.leaves import map_tensors
 from primitives.ops import arguments
-from primitives.ops.attention.checks import MAX_SEED
-from primitives.ops.dropout.words import draw_words
+from primitives.ops.dropout.words import MAX_SEED, draw_words
 from primitives.ops.rules import accumulation_dtype, batch_all, bind_kernels
 
 if TYPE_CHECKING:
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
 
     from primitives._core.typing import PyTree
 
-__all__ = ["dropout_p"]
+__all__ = ["dropout", "dropout_p"]
 
 dropout_p = Primitive(
     "dropout",

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-
+# Seeds are drawn below this: all that torch.randint can draw from.
+MAX_SEED = 2**63 - 1
 WORDS_PER_BLOCK = 4
 
 # Multipliers of the rounds and steps of the key (golden ratio, and square root of 3 less 1), from the paper.

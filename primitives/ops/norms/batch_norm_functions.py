@@ -1,4 +1,4 @@
-"""Batch norm of tensors, on the operators: evaluation, or a training step whose momentum may be a tensor."""
+"""Batch norm, of tensors and pytrees: evaluation, or a training step whose momentum may be a tensor."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from primitives._core import Primitive
     from primitives._core.typing import Prefix, PyTree
 
-__all__ = ["batch_norm_of_tensors"]
+__all__ = ["BatchNormOutput", "batch_norm", "batch_norm_of_tensors", "batch_norm_relu", "pure_batch_norm"]
 
 
 def batch_norm_of_tensors(

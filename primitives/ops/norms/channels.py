@@ -57,10 +57,12 @@ def per_channel(param: Tensor, x: Tensor, batch_ndim: int) -> Tensor:
 
 
 def normalized(x: Tensor, mean: Tensor, rstd: Tensor, batch_ndim: int) -> Tensor:
+    """x_hat."""
     return (x - per_channel(mean, x, batch_ndim)) * per_channel(rstd, x, batch_ndim)
 
 
 def affine(x_hat: Tensor, weight: Tensor | None, bias: Tensor | None, batch_ndim: int) -> Tensor:
+    """`x_hat * weight + bias`."""
     y = x_hat if weight is None else x_hat * per_channel(weight, x_hat, batch_ndim)
     return y if bias is None else y + per_channel(bias, x_hat, batch_ndim)
 
@@ -68,6 +70,7 @@ def affine(x_hat: Tensor, weight: Tensor | None, bias: Tensor | None, batch_ndim
 def parameter_cotangents(
     y_bar: Tensor, x_hat: Tensor, x: Tensor, weight: Tensor | None, batch_ndim: int, wanted: list[bool]
 ) -> tuple[Tensor, Tensor]:
+    """Cotangents of weight and bias, where they are `wanted`."""
     axes, dtype = axes_of(x, batch_ndim), accumulation_dtype(x.dtype) if weight is None else weight.dtype
     weight_bar = (y_bar * x_hat).sum(axes).to(dtype) if wanted[1] else unwanted(x)
     bias_bar = y_bar.sum(axes).to(dtype) if wanted[2] else unwanted(x)
@@ -75,6 +78,7 @@ def parameter_cotangents(
 
 
 def sum_of_terms(terms: list[Tensor], x: Tensor, batch_ndim: int) -> Tensor:
+    """The sum, in the shape, dtype and layout of `x`."""
     total = sum(terms[1:], terms[0]).expand(x.shape).to(x.dtype, copy=True)
     return arranged(total, x, batch_ndim)
 

@@ -8,7 +8,7 @@ import torch
 
 from primitives._core.trees.leaves import map_tensors
 from primitives.ops import arguments
-from primitives.ops.attention.functions import MAX_SEED
+from primitives.ops.dropout.words import MAX_SEED
 from primitives.ops.norms.add_layer_norm import add_layer_norm_p
 from primitives.ops.norms.rms_norm import rms_options
 
