@@ -115,7 +115,7 @@ def dropout(
 
     Example:
         >>> import torch, primitives as pr
-        >>> _ = torch.manual_seed(0)
+        >>> generator = torch.manual_seed(0)
         >>> pr.functional.dropout(torch.ones(6), p=0.25).unique()
         tensor([0.0000, 1.3333])
 
