@@ -7,7 +7,7 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def _traced_without_a_compiler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In doctests `primitives.compile` runs the graphs that it traces as they are: Inductor would take a minute a page."""
+    """Run what `primitives.compile` traces as it is, in doctests: Inductor would take a minute a page."""
     if isinstance(request.node, pytest.DoctestItem):
         import primitives
 
