@@ -93,12 +93,17 @@ class Operands:
     NEVER_ABSENT: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
+    def op(cls) -> str:
+        """Name of the operation."""
+        return cls.MODULES[0].rpartition(".")[2]
+
+    @classmethod
     @functools.cache
     def modes(cls) -> dict[str, Callable[..., Any]]:
         """The launchers of the op, in their order, by their names without that of the op."""
         modules = [importlib.import_module(f"triton_kernels.{name}") for name in cls.MODULES]
         launchers = {name: getattr(module, name) for module in modules for name in module.__all__}
-        return {name.removeprefix(f"{cls.MODULES[0]}_"): launcher for name, launcher in launchers.items()}
+        return {name.removeprefix(f"{cls.op()}_"): launcher for name, launcher in launchers.items()}
 
     def call(self, mode: str, wanted: Sequence[bool] | None = None, derived: Mapping[str, Any] | None = None) -> Call:
         """A call of one mode, by default of all its results, with what is derived from the operands if not given."""

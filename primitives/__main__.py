@@ -35,7 +35,7 @@ def _implementation(device: str) -> str:
     if backend == "auto" and device == "cpu":
         return "ATen's fused kernels where they agree with the reference, else the reference (plain torch)"
     try:
-        kernels = triton_kernels_module("_kernel")
+        kernels = triton_kernels_module("runtime.kernel")
     except BackendError as error:
         return f"unavailable: {error}"
     if device == "cpu":

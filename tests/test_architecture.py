@@ -123,7 +123,7 @@ def test_no_module_imports_itself_through_others():
 
 
 # Functions that run on a device are named in the keys of the tables of machine code.
-DEVICE_FUNCTIONS = re.compile(r"triton_kernels\._\w+_kernels: triton_kernels\._\w+_kernels\.")
+DEVICE_FUNCTIONS = re.compile(r"triton_kernels\.\w+\._\w+_kernels: triton_kernels\.\w+\._\w+_kernels\.")
 
 
 def test_private_names_are_read_in_their_own_module_alone():
@@ -188,9 +188,10 @@ def test_one_family_one_folder(name):
     assert len({*rooms(OURS[name])}) == 1, "operation and rules lie in one folder of primitives/ops, and in no other"
 
 
-# Launch policy: numbers of warps, stages, programs and sizes of tiles are the planner's, in `triton_kernels.launch`.
+# Launch policy: numbers of warps, stages, programs and sizes of tiles are those of plans.
 
 OPTIONS = r"num_(warps|stages|ctas)|waves_per_eu|maxnreg"
+PLANNERS = re.compile(r"triton_kernels\.(\w+\.\w*plan|runtime\.(arithmetic|candidates|chips|limits))|perf(\.\w+)*")
 POLICY = rf"_?({OPTIONS}|num_splits|\w+_(warps|stages|splits)|\w*_STAGES|BLOCK\w*|SPLIT\w*|block_(rows|cols)\w*)"
 
 
@@ -200,14 +201,14 @@ def fixed_numbers(source, policy=POLICY):
     return re.findall(rf"\b(?:{policy})['\"]?\]?\s*(?::[^=,\n]*|[*+/|-]|<<|//)?(?:=(?!=)|(?<=['\"]):){number}", source)
 
 
-def test_launch_numbers_are_in_the_launch_package_alone():
+def test_launch_numbers_are_in_plans_alone():
     faults = "kernel[grid](x, num_warps=4, BLOCK_COLS=2 * 64); num_splits *= 2; Config({'BLOCK_ROWS': 64})"
     assert len(fixed_numbers(faults)) == 4
     assert (
         fixed_numbers("kernel[grid](x, 64, num_warps=plan.num_warps, BLOCK_SPLITS=1, EPS=2); BLOCK_COLS = cols") == []
     )
     for module, source in trees().items():
-        if not module.startswith(("triton_kernels.launch", "perf")):
+        if not PLANNERS.fullmatch(module):
             policy = POLICY if module.startswith("triton_kernels") else OPTIONS
             assert fixed_numbers(ast.unparse(source), policy) == [], module
 

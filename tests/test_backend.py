@@ -213,4 +213,4 @@ def test_kernels_that_are_missing_or_another_projects_are_named(monkeypatch, att
     vars(foreign).update(attributes or {})
     monkeypatch.setitem(sys.modules, "triton_kernels", None if attributes is None else foreign)
     with pytest.raises(pr.BackendError, match=text):
-        backend.triton_kernels_module("layer_norm")
+        backend.triton_kernels_module("norms.layer_norm")

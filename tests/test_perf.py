@@ -26,7 +26,7 @@ from perf.suite.plan import Options, make_plan, unit_id
 from perf.suite.providers import Provider, provider
 from perf.suite.run import Collector
 from perf.workloads import COMPOSED, COMPOSED_WORKLOADS, FLEX, GPU_WORKLOADS, MATH, OPS, OURS
-from triton_kernels import launch
+from triton_kernels.runtime.chips import CHIPS, use_chip
 
 CPU = torch.device("cpu")
 ROWS = Workload("by hand", "layer_norm", (8192, 4096), affine=False)
@@ -136,7 +136,7 @@ def test_a_new_worker_gets_the_gpu_of_the_one_that_died_and_what_it_was_at_once_
 
 def test_workloads_move_the_bytes_that_their_launchers_declare():
     for workload, mode in ((w, mode) for w in GPU_WORKLOADS for mode in w.modes):
-        with launch.use_chip(launch.CHIPS["sm_90"]):
+        with use_chip(CHIPS["sm_90"]):
             calls = [call.cost() for call in calls_of_steps(workload, mode)]
         # A mode of one operator has its minimum; others read something twice.
         ratio = sum(cost.minimum_bytes for cost in calls) / modes.minimum_bytes(workload, mode)
@@ -165,7 +165,7 @@ def test_workloads_move_the_bytes_that_their_launchers_declare():
     ids=str,
 )
 def test_passes_and_launches(workload, mode, floor, passes, launches):
-    with launch.use_chip(launch.CHIPS["sm_90"]):
+    with use_chip(CHIPS["sm_90"]):
         calls = [call.cost() for call in calls_of_steps(workload, mode)]
     assert sum(call.minimum_bytes for call in calls) == pytest.approx(floor * workload.pass_bytes, rel=0.005)
     assert sum(call.bytes_moved for call in calls) == pytest.approx(passes * workload.pass_bytes, rel=0.005)

@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from triton_kernels import DISTRIBUTION
-from triton_kernels._kernel import INTERPRETED, is_tracing
-from triton_kernels._recipes import repeatable
-from triton_kernels._tuning_store import Store, cache_path
-from triton_kernels.launch import chip_of, device_name
-from triton_kernels.launch._planned import PlanKey, Request, set_advisor
+from triton_kernels.runtime.chips import chip_of, device_name
+from triton_kernels.runtime.kernel import INTERPRETED, is_tracing
+from triton_kernels.runtime.launch_cache import repeatable
+from triton_kernels.runtime.planned import PlanKey, Request, set_advisor
+from triton_kernels.runtime.tuning_store import Store, cache_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -23,10 +23,10 @@ from perf.machine_code.cases import cases
 from perf.machine_code.listing import listings, regions
 from perf.machine_code.sources import source_text
 from perf.machine_code.table import Row
-from triton_kernels._kernel import intercept
-from triton_kernels.launch.channels import channel_programs
-from triton_kernels.launch.chips import CHIPS, use_chip
-from triton_kernels.launch.tables import limits_of
+from triton_kernels.batch_norm._plan import channel_programs
+from triton_kernels.runtime.chips import CHIPS, use_chip
+from triton_kernels.runtime.kernel import intercept
+from triton_kernels.runtime.limits import limits_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping

@@ -7,7 +7,7 @@ import re
 from typing import TYPE_CHECKING
 
 from perf.machine_code.known import Check
-from triton_kernels.launch.chips import CHIPS
+from triton_kernels.runtime.chips import CHIPS
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -28,7 +28,7 @@ KNOWN_SPILLS = {
     ("sm_90", "layer_norm_fwd_kernel", "layer_norm 4096x16384 bfloat16"): 16,
     ("sm_90", "layer_norm_fwd_kernel", "layer_norm 8192x5120 bfloat16"): 8,
     # Rows of 8,192 columns, or of 5,120 in tiles of as many, with all sums over them: `layer_norm_second_long_tiles` in
-    # `launch/tables` says what two kernels would read instead.
+    # `runtime/limits` says what two kernels would read instead.
     ("sm_80", "layer_norm_second_sums_kernel", "layer_norm 8192x8192 bfloat16"): 296,
     ("sm_80", "layer_norm_second_sums_kernel", "layer_norm 8192x5120 bfloat16"): 168,
     ("sm_90", "layer_norm_second_sums_kernel", "layer_norm 8192x8192 bfloat16"): 344,

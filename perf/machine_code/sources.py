@@ -28,15 +28,17 @@ class UnknownGlobalError(TypeError):
 def source_text(function: Any) -> str:
     """Text of a `triton.jit` function, of all device functions that it calls, and of the constants that they name.
 
+    It does not say in which modules they are: a file that moves changes no code.
+
     Raises:
         UnknownGlobalError: If one of them names a value that is neither.
     """
-    texts: dict[str, str] = {}
+    texts: dict[tuple[str, str], str] = {}
     _collect(function, texts)
-    return "\n".join(f"# {name}\n{text}" for name, text in sorted(texts.items()))
+    return "\n".join(sorted(f"# {name[1]}\n{text}" for name, text in texts.items()))
 
 
-def _collect(function: Any, texts: dict[str, str]) -> None:
+def _collect(function: Any, texts: dict[tuple[str, str], str]) -> None:
     own, called = _own_texts(function)
     if not own.keys() <= texts.keys():
         texts |= own
@@ -46,9 +48,9 @@ def _collect(function: Any, texts: dict[str, str]) -> None:
 
 # Most kernels share most of their device functions.
 @functools.cache
-def _own_texts(function: Any) -> tuple[dict[str, str], list[Any]]:
-    """Texts of a function and of the constants that it names, by name, and the device functions that it calls."""
-    name = f"{function.fn.__module__}.{function.fn.__qualname__}"
+def _own_texts(function: Any) -> tuple[dict[tuple[str, str], str], list[Any]]:
+    """Texts of a function and of the constants that it names, and the device functions that it calls."""
+    name = function.fn.__module__, function.fn.__qualname__
     tree = ast.parse(textwrap.dedent(inspect.getsource(function.fn)))
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef):
@@ -67,11 +69,11 @@ def _own_texts(function: Any) -> tuple[dict[str, str], list[Any]]:
         if isinstance(value, (JITCallable, KernelInterface)) and not _is_tritons(value):
             called.append(value)
         elif isinstance(value, _VALUES):
-            texts[f"{function.fn.__module__}: {dotted}"] = repr(value)
+            texts[function.fn.__module__, dotted] = repr(value)
         elif not (value is _UNKNOWN or isinstance(value, types.ModuleType) or _is_tritons(value)):
             raise UnknownGlobalError(
-                f"{name}: names {dotted} of type {type(value).__name__}; constants and device functions only are "
-                "followed, so that the table of machine code knows of every change."
+                f"{'.'.join(name)}: names {dotted} of type {type(value).__name__}; constants and device functions only "
+                "are followed, so that the table of machine code knows of every change."
             )
     return texts, called
 

@@ -67,7 +67,7 @@ class RowMapOperands(Operands):
     @classmethod
     def value(cls, **given: Any) -> dict[str, Tensor]:
         """The results of the reference, by name, of these arguments and the defaults of others."""
-        op = registered_primitives()[f"primitives::{cls.MODULES[0]}"]
+        op = registered_primitives()[f"primitives::{cls.op()}"]
         known = {"eps": EPS, **{field.name: field.default for field in dataclasses.fields(cls)}, **given}
         found = op.rule("reference")(*(known[name] for name in op.spec.arguments))
         return dict(zip(op.spec.outputs, found if isinstance(found, tuple) else (found,), strict=True))

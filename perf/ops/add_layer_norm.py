@@ -85,7 +85,7 @@ def _formula(
 class AddLayerNorm(Operands):
     """Operands of the norm of a sum; None for what is absent."""
 
-    MODULES: ClassVar = ("add_layer_norm",)
+    MODULES: ClassVar = ("norms.add_layer_norm",)
     RESULTS: ClassVar = {"bwd": 4}
 
     x: Tensor

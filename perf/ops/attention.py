@@ -113,7 +113,7 @@ class Attention(Operands):
     Of the tangents of results that are there, only the shape matters.
     """
 
-    MODULES: ClassVar = ("attention",)
+    MODULES: ClassVar = ("attention.attention",)
     RESULTS: ClassVar = {"bwd": 4, "pairing": 10}
 
     q: Tensor

@@ -77,7 +77,7 @@ def _true_batch_norm_eval(x: Tensor, weight: Any, bias: Any, running_mean: Tenso
 class BatchNorm(Operands):
     """Operands of batch norm in training and evaluation; None for what is absent."""
 
-    MODULES: ClassVar = ("batch_norm",)
+    MODULES: ClassVar = ("batch_norm.batch_norm",)
     RESULTS: ClassVar = {"pairing": 6, "eval_bwd": 5}
 
     x: Tensor

@@ -94,7 +94,7 @@ def _torch_cross_entropy(x: Tensor, dim: int, smoothing: float, z_loss: float = 
 class CrossEntropy(Operands):
     """Operands of cross-entropy along `dim`; its derivatives take its result lse. A target of integers has labels."""
 
-    MODULES: ClassVar = ("cross_entropy",)
+    MODULES: ClassVar = ("losses.cross_entropy",)
     RESULTS: ClassVar = {"bwd": 2, "bwd_jvp": 2}
 
     x: Tensor

@@ -42,7 +42,7 @@ def _true_layer_norm(x: Tensor, weight: Any = None, bias: Any = None, norm_ndim:
 class LayerNorm(Operands):
     """Operands of layer norm; None for an absent parameter and for a tangent that is zero."""
 
-    MODULES: ClassVar = ("layer_norm", "layer_norm_second_order")
+    MODULES: ClassVar = ("norms.layer_norm", "norms.layer_norm_second_order")
     RESULTS: ClassVar = {"pairing": 6}
 
     x: Tensor

@@ -29,7 +29,7 @@ def _true_log_softmax(x: Tensor, dim: int = -1, dtype: torch.dtype | None = None
 class LogSoftmax(RowMapOperands):
     """Operands of log-softmax."""
 
-    MODULES: ClassVar = ("log_softmax",)
+    MODULES: ClassVar = ("softmax.log_softmax",)
 
     output_dtype: torch.dtype | None = None
 

@@ -42,7 +42,7 @@ def _true_softmax(
 class Softmax(RowMapOperands):
     """Operands of softmax."""
 
-    MODULES: ClassVar = ("softmax",)
+    MODULES: ClassVar = ("softmax.softmax",)
 
     output_dtype: torch.dtype | None = None
     mask: Tensor | None = None

@@ -148,7 +148,7 @@ def triton_kernels_module(name: str) -> ModuleType:
 
 def require_interpreter(op_name: str) -> None:
     """Raise unless Triton kernels can run on CPU tensors, which takes Triton's interpreter."""
-    if not triton_kernels_module("_kernel").INTERPRETED:
+    if not triton_kernels_module("runtime.kernel").INTERPRETED:
         raise BackendError(
             f'{op_name}: the backend is "triton" and the tensors are on the CPU, where Triton kernels only run in '
             "Triton's interpreter. Set TRITON_INTERPRET=1 before triton is imported, or use the backend "
@@ -163,7 +163,7 @@ def trace_kernel(kernel: Callable, args: tuple) -> Any:
         Its outputs, or `NotImplemented` where its launches cannot be nodes of a graph: in the interpreter, with options
         that graphs do not have, or where it leaves the call to the reference.
     """
-    kernels = triton_kernels_module("_kernel")
+    kernels = triton_kernels_module("runtime.kernel")
     if kernels.INTERPRETED:
         return NotImplemented
     try:

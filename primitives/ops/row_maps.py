@@ -45,10 +45,11 @@ class RowMap:
             k, and `(y_bar, k, k_dot, *options)`, what the tangent of k adds to that of x_bar.
         cpu: Kernels for the CPU by the names `fwd`, `bwd`, `jvp`, `pairing` and `bwd_jvp`, as far as it has them.
         counter: As of `batch_all`.
+        room: The package of `triton_kernels` in which a module that is named after `value` has launchers.
 
     Attributes:
         ops: The primitives by what follows the name of `value` in theirs: `fwd` the value itself, `bwd`, `jvp`,
-            `fwd_jvp` and, of second order, `pairing` and `bwd_jvp`. Launchers of `triton_kernels.<op>` are named so.
+            `fwd_jvp` and, of second order, `pairing` and `bwd_jvp`. The launchers are named so.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class RowMap:
         *,
         cpu: ModuleType | None = None,
         counter: str | None = None,
+        room: str = "softmax",
     ) -> None:
         self.ops = {"fwd": value}
         self._kept, self._options = kept, [option.split()[-1] for option in options.split(", ")]
@@ -84,7 +86,7 @@ class RowMap:
             self._make("bwd_jvp", schema, self._run_bwd_jvp)
             self._define_second_order()
         for suffix, op in self.ops.items():
-            bind_kernels(op, value.name, f"{value.name}_{suffix}", getattr(cpu, suffix, None))
+            bind_kernels(op, f"{room}.{value.name}", f"{value.name}_{suffix}", getattr(cpu, suffix, None))
         batch_all(*self.ops.values(), counter=counter)
 
     def _make(self, suffix: str, schema: str, reference: Callable[[dict[str, Any]], Any], *first: str) -> None:

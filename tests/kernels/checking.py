@@ -13,8 +13,8 @@ from perf.calls import Call
 from tests.kernels.interpreting import reordered_programs
 from tests.kernels.meters import check_cost, measured
 from tests.kernels.truth import check_values
-from triton_kernels import launch
-from triton_kernels._kernel import INTERPRETED
+from triton_kernels.runtime.chips import chip_of, use_chip
+from triton_kernels.runtime.kernel import INTERPRETED
 
 
 def check(call: Call, *, in_any_order: bool = True) -> None:
@@ -32,8 +32,8 @@ def check(call: Call, *, in_any_order: bool = True) -> None:
     if in_any_order or seen is None:
         check_order(call, first)
     if seen is None:
-        few = dataclasses.replace(launch.chip_of(torch.get_default_device()), num_processors=3)
-        with launch.use_chip(few):
+        few = dataclasses.replace(chip_of(torch.get_default_device()), num_processors=3)
+        with use_chip(few):
             check_values(call)
 
 

@@ -53,20 +53,20 @@ def interpreter(device: torch.device) -> None:
 @pytest.fixture
 def use_limits() -> Iterator[Callable[..., None]]:
     """Function that makes plans keep to other limits until the test ends: those of a chip that holds almost nothing."""
-    from triton_kernels import launch
+    from triton_kernels.runtime.limits import use_limits
 
     with contextlib.ExitStack() as stack:
-        yield lambda **limits: stack.enter_context(launch.use_limits(**limits))
+        yield lambda **limits: stack.enter_context(use_limits(**limits))
 
 
 @pytest.fixture
 def use_processors(device: torch.device) -> Iterator[Callable[[int], None]]:
     """Function that makes plans count on another number of processors until the test ends."""
-    from triton_kernels import launch
+    from triton_kernels.runtime.chips import chip_of, use_chip
 
     with contextlib.ExitStack() as stack:
-        chip = launch.chip_of(device)
-        yield lambda num: stack.enter_context(launch.use_chip(dataclasses.replace(chip, num_processors=num)))
+        chip = chip_of(device)
+        yield lambda num: stack.enter_context(use_chip(dataclasses.replace(chip, num_processors=num)))
 
 
 @pytest.fixture
@@ -78,7 +78,7 @@ def only_the_last_programs(monkeypatch: pytest.MonkeyPatch, device: torch.device
     import numpy as np
     from triton.runtime import interpreter
 
-    from triton_kernels._kernel import intercept
+    from triton_kernels.runtime.kernel import intercept
 
     # Pages that nothing touches take no memory.
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)

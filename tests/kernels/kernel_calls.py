@@ -23,7 +23,7 @@ from perf.ops.log_softmax import LogSoftmax
 from tests.kernels.calls import launched_by
 from tests.kernels.repeated_calls import check_all, check_host_time
 from tests.kernels.stand_ins import Driver, launches, stand_ins
-from triton_kernels._kernel import Kernel, key_function
+from triton_kernels.runtime.kernel import Kernel, key_function
 
 
 # Constants of a kernel are capitals by this package's convention, and numbers to the checker.

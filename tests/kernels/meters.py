@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from perf.calls import Call
 from tests.kernels.interpreting import Accesses, Launch, watched
-from triton_kernels._kernel import intercept
+from triton_kernels.runtime.kernel import intercept
 
 # Share by which what is moved beside full-size operands and results may differ from what is declared: parameters,
 # statistics and partial results, of which a kernel reads a few numbers again.

@@ -34,10 +34,10 @@ from primitives import functional, use_backend
 from tests.kernels.calls import ROW_PLANS, channels_last, copying_calls, dropout_calls, launched_by
 from tests.kernels.meters import COPIES, Seen
 from tests.kernels.stand_ins import Driver, launched, launches, stand_ins
-from triton_kernels._kernel import Kernel, intercept, observe
-from triton_kernels._recipes import Recipe, repeatable
-from triton_kernels.launch import use_limits
-from triton_kernels.launch._planned import set_advisor
+from triton_kernels.runtime.kernel import Kernel, intercept, observe
+from triton_kernels.runtime.launch_cache import Recipe, repeatable
+from triton_kernels.runtime.limits import use_limits
+from triton_kernels.runtime.planned import set_advisor
 
 
 @contextlib.contextmanager
@@ -246,7 +246,7 @@ def check_memory() -> None:
         held.clear()
     assert not any(reference() is not None for reference in references)
     before = num_recipes()
-    with unittest.mock.patch("triton_kernels._recipes.MAX_RECIPES", before + 4):
+    with unittest.mock.patch("triton_kernels.runtime.launch_cache.MAX_RECIPES", before + 4):
         for size in range(1, 20):
             for _ in range(2):
                 LogSoftmax.draw((size, 8), 1).call("fwd").results()

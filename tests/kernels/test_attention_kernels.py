@@ -15,8 +15,8 @@ from perf.calls import random
 from perf.ops.attention import Attention
 from tests.kernels.calls import launched_by
 from tests.kernels.truth import check_values
-from triton_kernels._kernel import observe
-from triton_kernels.attention import attention_fwd
+from triton_kernels.attention.attention import attention_fwd
+from triton_kernels.runtime.kernel import observe
 
 INF = math.inf
 pytestmark = pytest.mark.usefixtures("on_device")

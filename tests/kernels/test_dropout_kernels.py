@@ -9,9 +9,9 @@ from primitives.ops.dropout.dropout import dropout_p
 from primitives.ops.dropout.philox import philox_p
 from tests.kernels.calls import far_apart, need_memory
 from tests.kernels.truth import check_values
-from triton_kernels import launch
-from triton_kernels.dropout import dropout_fwd
-from triton_kernels.philox import philox_words
+from triton_kernels.dropout import dropout
+from triton_kernels.dropout._plan import DropoutPlan
+from triton_kernels.dropout.philox import philox_words
 
 pytestmark = pytest.mark.usefixtures("on_device")
 
@@ -26,7 +26,7 @@ def stream():
 def check(x, p, seed=None, offset=None, batch_ndim=0):
     """The launcher and the reference agree in every bit and in their strides."""
     seed, offset = stream() if seed is None else (seed, offset)
-    expected, y = dropout_p(x, seed, offset, p, batch_ndim), dropout_fwd(x, seed, offset, p, batch_ndim)
+    expected, y = dropout_p(x, seed, offset, p, batch_ndim), dropout.dropout_fwd(x, seed, offset, p, batch_ndim)
     assert torch.equal(y, expected)
     assert y.stride() == expected.stride()
     return y
@@ -55,7 +55,7 @@ def test_bits_of_the_reference(view):
     if x.dim():
         seeds = torch.arange(x.shape[0]) * 2**33 - 1
         for seed, offset in ((seeds, seeds.flip(0)), (seeds, None), (seeds, stream()[1].expand(x.shape[0]))):
-            check_values(Call(dropout_fwd, (x, seed, offset, 0.4, 1)))
+            check_values(Call(dropout.dropout_fwd, (x, seed, offset, 0.4, 1)))
 
 
 @pytest.mark.parametrize("count", [1, 7, 2048, 2049])
@@ -79,9 +79,9 @@ def test_results_do_not_depend_on_the_plan(monkeypatch):
     x = random(2, 6, 8, seed=2).permute(1, 0, 2)
     y = check(x, 0.5)
     for rows, cols in ((1, 4), (2, 8), (4, 16)):
-        plan = launch.DropoutPlan(rows, cols, 1)
-        monkeypatch.setattr(launch, "plan_dropout", lambda *args, plan=plan: plan)
-        assert torch.equal(dropout_fwd(x, *stream(), 0.5, 0), y)
+        plan = DropoutPlan(rows, cols, 1)
+        monkeypatch.setattr(dropout, "plan_dropout", lambda *args, plan=plan: plan)
+        assert torch.equal(dropout.dropout_fwd(x, *stream(), 0.5, 0), y)
 
 
 def test_threshold_and_scale_are_exact():
@@ -89,18 +89,18 @@ def test_threshold_and_scale_are_exact():
     words = sorted(true_words(7, 0, 40))
     x = torch.ones(40, dtype=torch.float64)
     for number, p in [(i, words[i] / 2**32) for i in (0, 1, 20, 39)]:
-        for function in (dropout_fwd, dropout_p):
+        for function in (dropout.dropout_fwd, dropout_p):
             y = function(x, torch.tensor(7), None, p, 0)
             assert (y == 0).sum() == number
             assert set(y.tolist()) <= {0.0, 1 / (1 - p)}
-    assert (dropout_fwd(x, torch.tensor(7), None, (words[20] + 1) / 2**32, 0) == 0).sum() == 21
+    assert (dropout.dropout_fwd(x, torch.tensor(7), None, (words[20] + 1) / 2**32, 0) == 0).sum() == 21
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 def test_what_is_not_finite_is_multiplied_as_in_torch():
     x = torch.tensor([float("nan"), float("inf"), -float("inf"), -1.0]).repeat(8)
     seed, _ = stream()
-    y, expected = dropout_fwd(x, seed, None, 0.5, 0), dropout_p(x, seed, None, 0.5, 0)
+    y, expected = dropout.dropout_fwd(x, seed, None, 0.5, 0), dropout_p(x, seed, None, 0.5, 0)
     torch.testing.assert_close(y, expected, rtol=0, atol=0, equal_nan=True)
     assert y[3::4].signbit().all()
 
@@ -108,7 +108,7 @@ def test_what_is_not_finite_is_multiplied_as_in_torch():
 def test_offsets_carry_into_the_high_word():
     """Elements on either side of block 2**32 are those of one stream."""
     x, start = torch.ones(64, dtype=torch.float64), 2**32 - 8
-    y = dropout_fwd(x, stream()[0], torch.tensor(start), 0.5, 0)
+    y = dropout.dropout_fwd(x, stream()[0], torch.tensor(start), 0.5, 0)
     assert torch.equal(y, true_noise((64,), SEED, start, 0.5))
 
 
@@ -122,7 +122,11 @@ def test_elements_past_31_bits_have_numbers_of_their_own(num_samples, poisoned_m
     x = torch.empty((num_samples - 1) * 8 + count, dtype=torch.float16).as_strided((num_samples, count), (8, 1))
     x[-1, -tail:] = 1.0
     seeds = torch.arange(num_samples) + 5
-    y = dropout_fwd(x, seeds, None, 0.5, 1) if num_samples > 1 else dropout_fwd(x[0], seeds[0], None, 0.5, 0)[None]
+    y = (
+        dropout.dropout_fwd(x, seeds, None, 0.5, 1)
+        if num_samples > 1
+        else dropout.dropout_fwd(x[0], seeds[0], None, 0.5, 0)[None]
+    )
     expected = true_noise((tail,), seeds[-1].item(), (count - tail) // 4, 0.5)
     assert torch.equal(y[-1, -tail:], expected.half())
 

@@ -23,9 +23,9 @@ from perf.ops.layer_norm import LayerNorm
 from perf.ops.softmax import Softmax
 from tests.kernels.calls import DTYPES, channels_last, copying_calls, dropout_calls, launched_by, short_rows
 from tests.kernels.checking import check
-from triton_kernels import launch
-from triton_kernels._kernel import INTERPRETED
-from triton_kernels.dropout import dropout_fwd
+from triton_kernels.dropout.dropout import dropout_fwd
+from triton_kernels.runtime.arithmetic import cdiv
+from triton_kernels.runtime.kernel import INTERPRETED
 
 pytestmark = pytest.mark.usefixtures("on_device")
 
@@ -88,7 +88,7 @@ def test_layer_norm(plan, layout, use_limits, use_processors):
         sums = [one.named for one in launches if one.kernel.__name__ in SUMMING]
         assert [one.named["MODE"] for one in launches if "MODE" in one.named] == (modes if is_apart or not sums else [])
         for args in sums:
-            num_blocks = launch.cdiv(args["num_rows"], args["BLOCK_ROWS"])
+            num_blocks = cdiv(args["num_rows"], args["BLOCK_ROWS"])
             assert (args["num_splits"] == 1) == (plan != "in registers")
             assert plan != "by turns" or num_blocks > args["num_splits"]
 
@@ -107,7 +107,7 @@ def test_sums_of_several_long_rows(layout, use_processors):
         check(call)
         (args,) = (one.named for one in launched_by(call.results) if one.kernel.__name__.endswith("_bwd_kernel"))
         assert args["BLOCK_ROWS"] > 1
-        assert args["num_splits"] < launch.cdiv(args["num_rows"], args["BLOCK_ROWS"])
+        assert args["num_splits"] < cdiv(args["num_rows"], args["BLOCK_ROWS"])
 
 
 def add_layer_norm(turn: int, num_rows: int, num_cols: int, dtype: torch.dtype) -> AddLayerNorm:
@@ -288,7 +288,7 @@ def of_row_map(
 @pytest.mark.parametrize("layout", REDUCED_LAYOUTS)
 @pytest.mark.parametrize("adjacent", REDUCED_SHAPES)
 @pytest.mark.parametrize("splits", [0, 1, 32], ids=["in registers", "swept", "shared"])
-@pytest.mark.parametrize("kind", ROW_MAPS, ids=lambda kind: kind.MODULES[0])
+@pytest.mark.parametrize("kind", ROW_MAPS, ids=lambda kind: kind.op())
 def test_row_maps(kind, splits, adjacent, layout, use_limits):
     (num_segments, *shape), dim = REDUCED_SHAPES[adjacent]
     if splits:

@@ -21,9 +21,12 @@ from tests.kernels import truth
 from tests.kernels.checking import check, check_order
 from tests.kernels.interpreting import OutOfBoundsError
 from tests.kernels.truth import Exact
-from triton_kernels import _attention_kernels, _attention_tiles, costs, rows, tiles
-from triton_kernels._kernel import Kernel
+from triton_kernels import costs
+from triton_kernels.attention import _first_kernels, _tiles
 from triton_kernels.costs import Cost
+from triton_kernels.rows import kernel as rows
+from triton_kernels.rows import tiles
+from triton_kernels.runtime.kernel import Kernel
 
 NUM_ROWS, NUM_COLS = 6, 1000
 NUM_BYTES = NUM_ROWS * NUM_COLS * 4
@@ -110,8 +113,8 @@ def test_faults_are_caught(launcher, complaint, monkeypatch):
 
 @triton.jit
 def _one_product_more(q, k, bias, KEYS_FIRST: tl.constexpr, SCALE: tl.constexpr, DTYPE: tl.constexpr):
-    again = _attention_tiles.scores_of(q, k, bias, KEYS_FIRST, SCALE, DTYPE)
-    return _attention_tiles.scores_of(q, k, bias, KEYS_FIRST, SCALE, DTYPE) + 0.0 * again
+    again = _tiles.scores_of(q, k, bias, KEYS_FIRST, SCALE, DTYPE)
+    return _tiles.scores_of(q, k, bias, KEYS_FIRST, SCALE, DTYPE) + 0.0 * again
 
 
 @triton.jit
@@ -119,7 +122,7 @@ def _products_with_what_is_absent(
     q, q_dot, k, k_dot, bias_dot, KEYS_FIRST: tl.constexpr, SCALE: tl.constexpr, DTYPE: tl.constexpr
 ):
     k_dot = 0.0 * k if k_dot is None else k_dot
-    return _attention_tiles.scores_dot_of(q, q_dot, k, k_dot, bias_dot, KEYS_FIRST, SCALE, DTYPE)
+    return _tiles.scores_dot_of(q, q_dot, k, k_dot, bias_dot, KEYS_FIRST, SCALE, DTYPE)
 
 
 @triton.jit
@@ -141,7 +144,7 @@ def test_products_of_matrices_that_nobody_asks_for_are_caught(name, fault, compl
     operands = Attention.draw((1, 1, 32, 16), 32, causal=True).change(k_dot=None, v_dot=None)
     call = operands.call("jvp" if name == "scores_dot_of" else "fwd")
     check(call)
-    monkeypatch.setattr(_attention_kernels, name, fault)
+    monkeypatch.setattr(_first_kernels, name, fault)
     with pytest.raises(AssertionError, match=complaint):
         check(call)
 

@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from tests.kernels.interpreting import run_compiled
-from triton_kernels import costs, layer_norm, log_softmax
-from triton_kernels._kernel import intercept, is_tracing, observe, tracing
+from triton_kernels import costs
+from triton_kernels.norms import layer_norm
+from triton_kernels.runtime.kernel import intercept, is_tracing, observe, tracing
+from triton_kernels.softmax import log_softmax
 
 
 def test_compiled_launches():

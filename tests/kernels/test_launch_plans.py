@@ -9,11 +9,23 @@ import types
 import pytest
 import torch
 
-from triton_kernels import launch
-from triton_kernels.launch import _planned
-from triton_kernels.launch.channels import channel_programs
+from triton_kernels.attention._plan import plan_attention
+from triton_kernels.batch_norm._plan import (
+    channel_programs,
+    plan_channel_merge,
+    plan_channel_sums,
+    plan_channel_transform,
+)
+from triton_kernels.dropout._plan import plan_dropout, plan_philox
+from triton_kernels.norms._plan import plan_layer_norm_params, plan_layer_norm_rows
+from triton_kernels.norms._second_plan import plan_layer_norm_second_rows, plan_layer_norm_second_sums
+from triton_kernels.rows.map_plan import plan_log_softmax
+from triton_kernels.rows.plan import RowPlan, SumPlan, plan_param_reduce, row_options
+from triton_kernels.runtime import planned as _planned
+from triton_kernels.runtime.arithmetic import cdiv, next_power_of_2
+from triton_kernels.runtime.chips import CHIPS, chip_from_properties, use_chip
+from triton_kernels.runtime.limits import limits_of, use_limits
 
-CHIPS = list(launch.CHIPS.values())
 CPU = torch.device("cpu")
 
 # Devices as torch describes them, from their data sheets and programming guides; of AMD's no registers.
@@ -41,7 +53,7 @@ def chip_named(name, without=()):
         found = {"shared_memory_per_block": 65536, "shared_memory_per_multiprocessor": 65536}
     found |= zip(AMD_FIELDS if is_amd else FIELDS, TOLD[name], strict=True)
     properties = types.SimpleNamespace(**{key: value for key, value in found.items() if key not in without})
-    return launch.chip_from_properties(properties, is_amd)
+    return chip_from_properties(properties, is_amd)
 
 
 # Those of a table are what torch says of them; the others have limits of their own.
@@ -63,30 +75,30 @@ ATTENTION = list(itertools.product(KERNELS, [1, 100, 16384], [64, 72, 256], [2, 
 def requests(chip):
     """Plan functions with arguments that reach their different plans."""
     for kernel, tokens, width, itemsize in ATTENTION:
-        yield launch.plan_attention, (kernel, tokens, 2 * tokens, width, itemsize, chip)
+        yield plan_attention, (kernel, tokens, 2 * tokens, width, itemsize, chip)
     yield from requests_of_rows_and_channels(chip)
 
 
 def requests_of_rows_and_channels(chip):
     for rows, cols, itemsize in SIZES:
         for flag in (False, True):
-            yield launch.plan_layer_norm_rows, (2, rows, cols, itemsize, 1 + flag, 1 + 2 * flag, 2 + 2 * flag, chip)
-            yield launch.plan_layer_norm_second_rows, (1, rows, cols, itemsize, 3 + flag, chip)
-            yield launch.plan_layer_norm_second_sums, (2, rows, cols, itemsize, 3 + flag, 1, 1, chip)
+            yield plan_layer_norm_rows, (2, rows, cols, itemsize, 1 + flag, 1 + 2 * flag, 2 + 2 * flag, chip)
+            yield plan_layer_norm_second_rows, (1, rows, cols, itemsize, 3 + flag, chip)
+            yield plan_layer_norm_second_sums, (2, rows, cols, itemsize, 3 + flag, 1, 1, chip)
             for tensors in (1, 2, 3):
                 arguments = ((1, rows, cols), flag, itemsize, max(itemsize, 4), tensors, chip, tensors, tensors)
-                yield launch.plan_log_softmax, arguments
-        yield launch.plan_layer_norm_params, (2, rows, cols, itemsize, chip)
+                yield plan_log_softmax, arguments
+        yield plan_layer_norm_params, (2, rows, cols, itemsize, chip)
         for rows_adjacent in (False, True):
-            yield launch.plan_dropout, (rows, cols, rows_adjacent, itemsize, chip)
-        yield launch.plan_philox, (rows * cols, chip)
-        yield launch.plan_param_reduce, (2, rows, cols, itemsize, chip)
-        yield launch.plan_channel_merge, (cols, min(rows, 1024), chip)
+            yield plan_dropout, (rows, cols, rows_adjacent, itemsize, chip)
+        yield plan_philox, (rows * cols, chip)
+        yield plan_param_reduce, (2, rows, cols, itemsize, chip)
+        yield plan_channel_merge, (cols, min(rows, 1024), chip)
     for sizes, inner, itemsize in CHANNELS:
         for align in (1, 16):
             for num_tensors in (1, 2, 4):
-                yield launch.plan_channel_sums, (sizes, inner, align, itemsize, chip, num_tensors)
-                yield launch.plan_channel_transform, (sizes, inner, align, itemsize, chip, num_tensors)
+                yield plan_channel_sums, (sizes, inner, align, itemsize, chip, num_tensors)
+                yield plan_channel_transform, (sizes, inner, align, itemsize, chip, num_tensors)
 
 
 def numbers(plan):
@@ -105,11 +117,11 @@ def staged_bytes(function, arguments, plan):
     steps = max(named.get("loop_stages", 1), named.get("num_stages", 1)) - 1
     tensors = next((given[name] for name in ("num_summed", "num_operands", "num_inputs") if name in given), 2)
     num_values = math.prod(number for name, number in named.items() if name.startswith("block_"))
-    if function is launch.plan_attention:
+    if function is plan_attention:
         kernel, steps = given["kernel"], steps and steps + 1
         tensors = 2 if kernel == "fwd" or kernel.startswith("first") else 4
         swept = plan.block_rows if kernel.endswith("keys") else plan.block_keys
-        num_values = swept * launch.next_power_of_2(given["width"])
+        num_values = swept * next_power_of_2(given["width"])
     return tensors * num_values * given.get("itemsize", 0) * steps
 
 
@@ -133,7 +145,7 @@ def test_plans_are_within_the_chip(chip):
 
 
 def test_devices_have_their_own_limits():
-    assert all(DEVICES[name] == launch.CHIPS[name] for name in ("sm_80", "sm_90", "gfx942"))
+    assert all(DEVICES[name] == CHIPS[name] for name in ("sm_80", "sm_90", "gfx942"))
     found = {name: (chip.name, chip.shared_bytes) for name, chip in DEVICES.items()}
     assert found["RTX 4090"] == ("sm_80", 101376)
     assert found["B300"] == ("sm_100", 232448)
@@ -144,10 +156,10 @@ def test_devices_have_their_own_limits():
     # Of a chip with half the wave of gfx942, no more registers are taken for granted than NVIDIA's have.
     chip = DEVICES["RX 7900"]
     assert (chip.name, chip.warp_size, chip.max_warps, chip.l2_bytes) == ("gfx942", 32, 32, 6 << 20)
-    assert (chip.registers, launch.limits_of(chip).resident_threads) == (65536, 256)
+    assert (chip.registers, limits_of(chip).resident_threads) == (65536, 256)
 
 
-@pytest.mark.parametrize("chip", CHIPS, ids=lambda chip: chip.name)
+@pytest.mark.parametrize("chip", CHIPS.values(), ids=lambda chip: chip.name)
 def test_candidates_are_within_the_chip_and_differ(chip, monkeypatch):
     asked = []
     monkeypatch.setattr(_planned, "_advisor", lambda request: asked.append(request) or (request.default, False))
@@ -170,41 +182,41 @@ def test_candidates_are_within_the_chip_and_differ(chip, monkeypatch):
     assert stages == set(range(1, 4 if chip.name == "gfx942" else 5))
 
 
-@pytest.mark.parametrize("chip", CHIPS, ids=lambda chip: chip.name)
+@pytest.mark.parametrize("chip", CHIPS.values(), ids=lambda chip: chip.name)
 @pytest.mark.parametrize("num_cols", [131072, 128256, 262144, 100000])
 def test_few_long_rows_are_split(chip, num_cols):
     # Segments count as rows.
-    assert launch.plan_layer_norm_rows(160, 8, num_cols, 2, 2, 2, 2, chip).col_splits == 1
+    assert plan_layer_norm_rows(160, 8, num_cols, 2, 2, 2, 2, chip).col_splits == 1
     for num_rows in (1, 8, 50, 2 * chip.num_processors - 1, 2 * chip.num_processors, 8192):
         for plan in (
-            launch.plan_layer_norm_rows(1, num_rows, num_cols, 2, 1, 1, 2, chip),
-            launch.plan_layer_norm_second_rows(1, num_rows, num_cols, 2, 4, chip),
-            launch.plan_log_softmax((1, num_rows, num_cols), False, 2, 4, 1, chip),
+            plan_layer_norm_rows(1, num_rows, num_cols, 2, 1, 1, 2, chip),
+            plan_layer_norm_second_rows(1, num_rows, num_cols, 2, 4, chip),
+            plan_log_softmax((1, num_rows, num_cols), False, 2, 4, 1, chip),
         ):
             assert plan.looped
             if num_rows >= 2 * chip.num_processors:
                 assert plan.col_splits == 1
                 continue
-            num_tiles = launch.cdiv(num_cols, plan.block_cols)
-            per_split = launch.cdiv(num_tiles, plan.col_splits)
+            num_tiles = cdiv(num_cols, plan.block_cols)
+            per_split = cdiv(num_tiles, plan.col_splits)
             assert (plan.col_splits - 1) * per_split < num_tiles, "a split without columns"
             assert plan.col_splits <= 32
             # About four programs for each processor, or as many splits as there can be of whole tiles.
-            most = launch.cdiv(num_tiles, launch.cdiv(num_tiles, min(32, num_tiles)))
+            most = cdiv(num_tiles, cdiv(num_tiles, min(32, num_tiles)))
             assert num_rows * plan.col_splits >= 2 * chip.num_processors or plan.col_splits == most
             assert num_rows * (plan.col_splits - 1) < 4 * chip.num_processors
 
 
-@pytest.mark.parametrize("chip", CHIPS, ids=lambda chip: chip.name)
+@pytest.mark.parametrize("chip", CHIPS.values(), ids=lambda chip: chip.name)
 @pytest.mark.parametrize("spatial_inner, num_inputs", [(True, 1), (True, 2), (False, 1), (False, 2), (True, 4)])
 def test_programs_of_a_reduction_fill_their_slots(chip, spatial_inner, num_inputs):
     for num_channels, align, itemsize in itertools.product((64, 100, 256, 1000), (1, 16), (2, 4, 8)):
         sizes = (1, 64, num_channels, 56 * 56) if spatial_inner else (1, 1, num_channels, 64 * 56 * 56)
-        plan = launch.plan_channel_sums(sizes, spatial_inner, align, itemsize, chip, num_inputs, num_inputs == 1)
+        plan = plan_channel_sums(sizes, spatial_inner, align, itemsize, chip, num_inputs, num_inputs == 1)
         slots = channel_programs(spatial_inner, num_inputs, num_inputs == 1, itemsize, chip) * chip.num_processors
         # As many as the registers of the table of machine code leave room for: `test_machine_code` writes them out.
-        waves = launch.cdiv(plan.num_blocks * plan.num_splits, plan.num_resident)
-        steps = waves * launch.cdiv(plan.num_tiles, plan.num_splits)
+        waves = cdiv(plan.num_blocks * plan.num_splits, plan.num_resident)
+        steps = waves * cdiv(plan.num_tiles, plan.num_splits)
         # Shared memory may have room for fewer.
         assert slots / 2 <= plan.num_resident <= slots
         programs, tiles = plan.num_blocks * plan.num_splits, plan.num_blocks * plan.num_tiles
@@ -216,13 +228,13 @@ def test_programs_of_a_reduction_fill_their_slots(chip, spatial_inner, num_input
 
 # The most columns that a program holds. Other changes of plans show in the table of machine code.
 BOUNDARIES = [
-    (launch.plan_layer_norm_rows, (1, 64, None, 2, 1, 1, 2, CPU), 32768),
-    (launch.plan_layer_norm_rows, (1, 64, None, 4, 1, 1, 2, CPU), 16384),
-    (launch.plan_layer_norm_rows, (1, 64, None, 2, 2, 2, 2, CPU), 16384),
-    (launch.plan_layer_norm_rows, (1, 64, None, 8, 2, 2, 2, CPU), 4096),
-    (launch.plan_layer_norm_second_rows, (1, 64, None, 2, 4, CPU), 8192),
+    (plan_layer_norm_rows, (1, 64, None, 2, 1, 1, 2, CPU), 32768),
+    (plan_layer_norm_rows, (1, 64, None, 4, 1, 1, 2, CPU), 16384),
+    (plan_layer_norm_rows, (1, 64, None, 2, 2, 2, 2, CPU), 16384),
+    (plan_layer_norm_rows, (1, 64, None, 8, 2, 2, 2, CPU), 4096),
+    (plan_layer_norm_second_rows, (1, 64, None, 2, 4, CPU), 8192),
     *(
-        (launch.plan_log_softmax, ((1, 64, None), False, itemsize, max(itemsize, 4), inputs, CPU, outputs), most)
+        (plan_log_softmax, ((1, 64, None), False, itemsize, max(itemsize, 4), inputs, CPU, outputs), most)
         for itemsize, inputs, outputs, most in (
             *((4, 1, 1, 32768), (8, 1, 1, 8192), (4, 3, 1, 16384), (4, 3, 3, 8192)),
             # Two tensors that wait for a sum do so in their own dtype, a fourth one or a second result in float32.
@@ -240,20 +252,18 @@ def test_rows_are_swept_where_they_do_not_fit(planner, arguments, most):
         assert plan.looped == (cols > most)
     # Rows of second order that have their sums beside them, of any length, odd ones too; a quarter of float64.
     for itemsize, most in ((2, 8192), (4, 8192), (8, 1024)):
-        plans = [
-            launch.plan_layer_norm_second_sums(1, 64, n, itemsize, 4, 3, 3, CPU) for n in (most - 1, most, most + 1)
-        ]
+        plans = [plan_layer_norm_second_sums(1, 64, n, itemsize, 4, 3, 3, CPU) for n in (most - 1, most, most + 1)]
         assert [plan.looped for plan in plans] == [False, False, True]
 
 
-@pytest.mark.parametrize("chip", CHIPS, ids=lambda chip: chip.name)
+@pytest.mark.parametrize("chip", CHIPS.values(), ids=lambda chip: chip.name)
 def test_bounds_of_registers_leave_room_for_the_programs_of_a_plan(chip):
     is_amd, found = chip.name == "gfx942", []
     for function, arguments in requests_of_rows_and_channels(chip):
         plan = function(*arguments)
-        if not isinstance(plan, launch.RowPlan | launch.SumPlan):
+        if not isinstance(plan, RowPlan | SumPlan):
             continue
-        options = launch.row_options(plan, chip)
+        options = row_options(plan, chip)
         assert options.pop("num_warps") == plan.num_warps
         threads = plan.resident * plan.num_warps * chip.warp_size
         assert not options if is_amd or not plan.resident else 64 <= options["maxnreg"] <= chip.registers // threads
@@ -262,29 +272,29 @@ def test_bounds_of_registers_leave_room_for_the_programs_of_a_plan(chip):
 
 
 def test_registers_are_bound_only_where_a_program_more_fits():
-    chip = launch.CHIPS["sm_90"]
-    rows = launch.RowPlan(1, 8192, 16, False, resident=2)
+    chip = CHIPS["sm_90"]
+    rows = RowPlan(1, 8192, 16, False, resident=2)
     # The tuner's candidates: what each thread may have is more than a thread can, and less than a kernel needs.
     bounds = {8: 128, 16: 64, 4: None, 32: None}
     for num_warps, bound in bounds.items():
-        assert launch.row_options(dataclasses.replace(rows, num_warps=num_warps), chip).get("maxnreg") == bound
+        assert row_options(dataclasses.replace(rows, num_warps=num_warps), chip).get("maxnreg") == bound
     # Left alone, the compiler takes more than room for two programs for two rows to a program of 16 warps, for several
     # rows of sums, and for the sums of second order of eight warps. Elsewhere it leaves enough, and takes a bound for
     # leave to use more.
     for plan, bound in (
-        (launch.plan_layer_norm_rows(1, 8192, 8192, 2, 2, 2, 2, chip), 64),
-        (launch.plan_layer_norm_rows(1, 8192, 4096, 2, 2, 2, 2, chip), None),
-        (launch.plan_layer_norm_params(1, 8192, 768, 2, chip), 128),
-        (launch.plan_layer_norm_params(1, 8192, 256, 2, chip), None),
-        (launch.plan_layer_norm_params(1, 8192, 4096, 2, chip), None),
-        (launch.plan_layer_norm_params(1, 8192, 16384, 2, chip), None),
-        (launch.plan_layer_norm_second_sums(1, 8192, 4096, 2, 3, 1, 1, chip), 128),
-        (launch.plan_layer_norm_second_sums(1, 8192, 768, 2, 3, 1, 1, chip), None),
-        (launch.plan_layer_norm_second_sums(1, 8192, 4096, 2, 4, 2, 2, chip), None),
-        (launch.plan_layer_norm_second_sums(1, 8192, 4096, 4, 3, 1, 1, chip), None),
-        (launch.plan_layer_norm_second_sums(1, 8192, 8192, 2, 3, 1, 1, chip), None),
+        (plan_layer_norm_rows(1, 8192, 8192, 2, 2, 2, 2, chip), 64),
+        (plan_layer_norm_rows(1, 8192, 4096, 2, 2, 2, 2, chip), None),
+        (plan_layer_norm_params(1, 8192, 768, 2, chip), 128),
+        (plan_layer_norm_params(1, 8192, 256, 2, chip), None),
+        (plan_layer_norm_params(1, 8192, 4096, 2, chip), None),
+        (plan_layer_norm_params(1, 8192, 16384, 2, chip), None),
+        (plan_layer_norm_second_sums(1, 8192, 4096, 2, 3, 1, 1, chip), 128),
+        (plan_layer_norm_second_sums(1, 8192, 768, 2, 3, 1, 1, chip), None),
+        (plan_layer_norm_second_sums(1, 8192, 4096, 2, 4, 2, 2, chip), None),
+        (plan_layer_norm_second_sums(1, 8192, 4096, 4, 3, 1, 1, chip), None),
+        (plan_layer_norm_second_sums(1, 8192, 8192, 2, 3, 1, 1, chip), None),
     ):
-        assert launch.row_options(plan, chip).get("maxnreg") == bound, plan
+        assert row_options(plan, chip).get("maxnreg") == bound, plan
 
 
 @pytest.mark.parametrize(
@@ -292,24 +302,24 @@ def test_registers_are_bound_only_where_a_program_more_fits():
     [(cols, 2) for cols in (24, 256, 512, 768, 1024, 1600, 2048, 4096, 8192)] + [(640, 8), (1152, 4), (1280, 4)],
 )
 def test_partial_rows_are_two_for_each_processor_where_tiles_are_filled(num_cols, most):
-    for chip, num_rows in itertools.product(CHIPS, (8192 * 32, 8192 * 256)):
-        plan = launch.plan_layer_norm_params(1, num_rows, num_cols, 2, chip)
+    for chip, num_rows in itertools.product(CHIPS.values(), (8192 * 32, 8192 * 256)):
+        plan = plan_layer_norm_params(1, num_rows, num_cols, 2, chip)
         threads = plan.num_splits / chip.num_processors * plan.num_warps * chip.warp_size
         # That of AMD has threads for half as many more, and warps of twice as many.
-        assert threads <= launch.limits_of(chip).resident_threads
+        assert threads <= limits_of(chip).resident_threads
         assert plan.num_splits <= (3 if chip.name == "gfx942" else 1) * most * chip.num_processors
 
 
 def test_plans_follow_the_limits_and_the_chip_in_force():
     sizes = (1, 4096, 1024, 2, 1, 1, 2, CPU)
-    first = launch.plan_layer_norm_rows(*sizes)
-    with launch.use_limits(layer_norm_fwd_bytes=1024):
-        assert launch.plan_layer_norm_rows(*sizes).looped
-    with launch.use_chip(launch.CHIPS["gfx942"]), launch.use_limits(layer_norm_fwd_bytes=1 << 20, tile_threads=64):
-        assert launch.plan_layer_norm_rows(*sizes).num_warps == 1
-    assert launch.plan_layer_norm_rows(*sizes) == first
-    with launch.use_limits(max_row_splits=3), launch.use_limits(staged_bytes=5):
-        limits = launch.limits_of(launch.CHIPS["sm_80"])
+    first = plan_layer_norm_rows(*sizes)
+    with use_limits(layer_norm_fwd_bytes=1024):
+        assert plan_layer_norm_rows(*sizes).looped
+    with use_chip(CHIPS["gfx942"]), use_limits(layer_norm_fwd_bytes=1 << 20, tile_threads=64):
+        assert plan_layer_norm_rows(*sizes).num_warps == 1
+    assert plan_layer_norm_rows(*sizes) == first
+    with use_limits(max_row_splits=3), use_limits(staged_bytes=5):
+        limits = limits_of(CHIPS["sm_80"])
         assert (limits.max_row_splits, limits.staged_bytes) == (3, 5)
 
 
@@ -318,5 +328,5 @@ def test_traced_sizes_are_fixed_by_a_plan():
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     num_rows = ShapeEnv().create_symintnode(sympy.Integer(4096), hint=4096)
-    plan = launch.plan_log_softmax((1, num_rows, 1024), False, 2, 4, 1, CPU)
-    assert plan == launch.plan_log_softmax((1, 4096, 1024), False, 2, 4, 1, CPU)
+    plan = plan_log_softmax((1, num_rows, 1024), False, 2, 4, 1, CPU)
+    assert plan == plan_log_softmax((1, 4096, 1024), False, 2, 4, 1, CPU)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import pkgutil
+import re
 from types import ModuleType
 
 import pytest
@@ -19,8 +20,8 @@ from perf.ops.batch_norm_relu import BatchNormRelu
 from perf.ops.cross_entropy import CrossEntropy
 from perf.ops.layer_norm import LayerNorm
 from tests.kernels.calls import dropout_calls, launched_by, short_rows
-from triton_kernels._kernel import Kernel
-from triton_kernels._row_maps import RowMapKernels
+from triton_kernels.rows.maps import RowMapKernels
+from triton_kernels.runtime.kernel import Kernel
 
 pytestmark = pytest.mark.usefixtures("on_device")
 
@@ -44,16 +45,17 @@ def some_calls() -> list[Call]:
 
 
 def modules() -> list[ModuleType]:
-    names = [module.name for module in pkgutil.iter_modules(triton_kernels.__path__) if not module.ispkg]
-    # The one public module without launchers.
-    return [importlib.import_module(f"triton_kernels.{name}") for name in names if name != "tuning"]
+    """Those of the rooms of families, in which a module of launchers has no underscore."""
+    names = [module.name for module in pkgutil.walk_packages(triton_kernels.__path__, "triton_kernels.")]
+    of_no_family = re.compile(r"triton_kernels\.(tuning|(costs|runtime)\b.*|_cost|\w+)")
+    return [importlib.import_module(name) for name in names if not of_no_family.fullmatch(name)]
 
 
 def test_every_launcher_is_tuned_and_has_calls():
     launchers = {
         name: function
         for module in modules()
-        if "._" not in module.__name__
+        if not re.search(r"\._|\.rows\.", module.__name__)
         for name, function in inspect.getmembers(module, inspect.isfunction)
         if function.__module__ == module.__name__ and not name.startswith("_")
     }

@@ -19,13 +19,14 @@ from perf.ops.layer_norm import LayerNorm
 from perf.ops.log_softmax import LogSoftmax
 from tests.kernels.calls import DTYPES, ROW_PLANS, channels_last, far_apart, launched_by, short_rows
 from tests.kernels.truth import EPS, assert_close, check_values, expected
-from triton_kernels import _batch_norm_steps, launch
-from triton_kernels._channels import readable
-from triton_kernels._kernel import observe
-from triton_kernels._row_view import row_view
-from triton_kernels.layer_norm import layer_norm_fwd
-from triton_kernels.log_softmax import log_softmax_fwd
-from triton_kernels.sums import add_partial_rows_kernel
+from triton_kernels.batch_norm import _steps
+from triton_kernels.batch_norm._channels import readable
+from triton_kernels.norms import _layer_norm_rows
+from triton_kernels.norms.layer_norm import layer_norm_fwd
+from triton_kernels.rows.sums import add_partial_rows_kernel
+from triton_kernels.rows.view import row_view
+from triton_kernels.runtime.kernel import observe
+from triton_kernels.softmax.log_softmax import log_softmax_fwd
 
 pytestmark = pytest.mark.usefixtures("on_device")
 
@@ -185,7 +186,7 @@ def test_groups_that_lie_elsewhere():
 
 
 def test_more_segments_than_sums_over_rows_take(monkeypatch):
-    monkeypatch.setattr(launch, "LAYER_NORM_MAX_SEGMENTS", 2)
+    monkeypatch.setattr(_layer_norm_rows, "LAYER_NORM_MAX_SEGMENTS", 2)
     rows = LayerNorm.draw((3, 3, 10)).change(x=random(3, 5, 10)[:, 1:4])
     for call in rows.calls("bwd", "pairing", "bwd_jvp"):
         check_values(call)
@@ -249,7 +250,7 @@ def test_offsets_of_images_past_two_to_the_31(far, monkeypatch):
     # Results are dense and so cannot be far apart within the memory of a test; these are made to be.
     for call in images.calls("train_fwd", "eval_fwd"):
         exact, y = expected(call)[0], far_apart(torch.empty_like(images.x), strides)
-        monkeypatch.setattr(_batch_norm_steps, "new_output", lambda like, batch_ndim, y=y: y)
+        monkeypatch.setattr(_steps, "new_output", lambda like, batch_ndim, y=y: y)
         assert_close(call.results()[0], exact, SINGLE)
 
 

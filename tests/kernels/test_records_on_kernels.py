@@ -12,7 +12,7 @@ from perf.ops.attention import CAUSAL_ATTENTION, MASKED_ATTENTION
 from tests.call_properties import check_call, check_vmap_of_call, fullest
 from tests.properties import check_jvp, check_nesting, check_outputs, check_vjp, lie_anew, second_order
 from tests.support import dtype_id, nestings
-from triton_kernels import launch
+from triton_kernels.runtime.limits import Limits, use_limits
 
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 # Other ops on the same primitives call the kernels of these, and their calls are checked one by one.
@@ -20,13 +20,13 @@ every_family = pytest.mark.parametrize("case", FAMILIES, ids=lambda case: case.n
 
 # A chip that holds almost nothing: rows of more than 16 columns are swept and split, channels take several tiles.
 TINY = {
-    **{f.name: 16 for f in dataclasses.fields(launch.Limits) if f.name.endswith(("_cols", "_tile"))},
+    **{f.name: 16 for f in dataclasses.fields(Limits) if f.name.endswith(("_cols", "_tile"))},
     "layer_norm_fwd_bytes": 64,
     "double_divisor": 1,
     "channel_tile_bytes": 256,
     "max_row_splits": 4,
 }
-CHIPS = {"usual": contextlib.nullcontext, "tiny": lambda: launch.use_limits(**TINY)}
+CHIPS = {"usual": contextlib.nullcontext, "tiny": lambda: use_limits(**TINY)}
 # The interpreter takes a thousand times as long for a tile as for its elements.
 MOST_ON_TINY = 200
 

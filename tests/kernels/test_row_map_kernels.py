@@ -13,8 +13,8 @@ from perf.calls import random
 from tests.kernels.calls import ROW_PLANS
 from tests.row_maps import UNIT, unit_p
 from tests.support import assert_close
-from triton_kernels._row_maps import Part, RowMapKernels, derivative_kernel
-from triton_kernels.tiles import nothing
+from triton_kernels.rows.maps import Part, RowMapKernels, derivative_kernel
+from triton_kernels.rows.tiles import nothing
 
 
 @triton.jit

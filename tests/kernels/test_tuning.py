@@ -18,8 +18,9 @@ from triton.runtime.errors import OutOfResources
 from perf.ops.layer_norm import LayerNorm
 from tests.kernels.calls import ROW_PLANS
 from tests.kernels.truth import check_values
-from triton_kernels import launch, tuning
-from triton_kernels.launch._planned import planned
+from triton_kernels import tuning
+from triton_kernels.runtime.chips import CHIPS, use_chip
+from triton_kernels.runtime.planned import planned
 
 X = torch.arange(6.0)
 
@@ -138,7 +139,7 @@ def test_choices_outlive_the_process_but_not_their_default_and_belong_to_a_chip(
     assert toy.last(6) == 4
     tuning.enable(path, toy.timer)
     assert (toy.last(6), toy.timed) == (1, 5)
-    with launch.use_chip(launch.CHIPS["sm_80"]):
+    with use_chip(CHIPS["sm_80"]):
         tuning.enable(path, toy.timer)
         assert toy.last(6) == 4
     toy.DEFAULT = 8

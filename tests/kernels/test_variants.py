@@ -25,7 +25,8 @@ from perf.ops import CASES
 from perf.ops.record import Op
 from tests.kernels.calls import ROW_PLANS, Launched, launched_by
 from tests.kernels.truth import check_values
-from triton_kernels import launch
+from triton_kernels.runtime.chips import CHIPS, Chip, chip_of, use_chip
+from triton_kernels.runtime.limits import use_limits
 
 # Constants that are sizes, of which small calls have others.
 SIZES = re.compile("BLOCK|NUM_|ALIGN|STAGES|EPS|SCALE|WIDTH|GROUPS?$|PLANES")
@@ -62,9 +63,9 @@ def pairs(variant: tuple[Any, ...]) -> set[tuple[Any, ...]]:
 def in_suite(op: Op) -> dict[tuple[Any, ...], str]:
     """The pairs that the suite and the table of machine code reach, each with a case that does."""
     found: dict[tuple[Any, ...], str] = {}
-    for chip in launch.CHIPS.values():
+    for chip in CHIPS.values():
         # Tests fill memory that no code touches.
-        with launch.use_chip(chip), torch.device("meta"):
+        with use_chip(chip), torch.device("meta"):
             for workload in (*op.gpu_workloads, *op.other_workloads):
                 for mode in workload.modes:
                     calls = op.calls(workload, mode, False)
@@ -77,23 +78,23 @@ class Small(NamedTuple):
     """A small call, the chip and the limits that are to be in force when it is made, and what it shows."""
 
     call: Call
-    chip: launch.Chip
+    chip: Chip
     limits: dict[str, int]
     pairs: set[tuple[Any, ...]]
     num_programs: int
 
     @contextlib.contextmanager
     def in_force(self) -> Iterator[None]:
-        with launch.use_limits(**self.limits), launch.use_chip(self.chip):
+        with use_limits(**self.limits), use_chip(self.chip):
             yield
 
 
 def small_calls(op: Op) -> Iterator[Small]:
     """Calls of all modes."""
-    usual = launch.chip_of(torch.get_default_device())
+    usual = chip_of(torch.get_default_device())
     few = dataclasses.replace(usual, num_processors=1)
     for chip, limits, dtype, workload in itertools.product((usual, few), LIMITS, DTYPES, op.small_workloads):
-        with launch.use_limits(**limits), launch.use_chip(chip):
+        with use_limits(**limits), use_chip(chip):
             for mode in op.modes:
                 for call in op.calls(dataclasses.replace(workload, dtype=dtype), mode, True):
                     launches = launched_by(call.results)

@@ -7,7 +7,7 @@ import primitives as pr
 from perf.calls import random
 from primitives._core.errors import LeafError
 from tests.kernels.calls import launched_by
-from triton_kernels._kernel import intercept, observe
+from triton_kernels.runtime.kernel import intercept, observe
 
 pytestmark = pytest.mark.usefixtures("backend", "on_device")
 

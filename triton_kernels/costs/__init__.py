@@ -4,7 +4,7 @@
     cost.minimum_bytes, cost.bytes_moved, cost.launches
 
 Tensors may be meta tensors: only shapes, strides, dtypes and what is None or not wanted are looked at. The plan is the
-one that the launcher would take on the device of `x`, or on the chip that `launch.use_chip` sets. A cost is what the
+one that the launcher would take on the device of `x`, or on the chip that `use_chip` sets. A cost is what the
 launches of the launcher say of themselves, or their arguments, with nothing launched, while other threads go on
 launching. The byte gate holds the kernels to these figures, and the benchmarks take their bytes from here, so
 that the two cannot disagree.
@@ -17,13 +17,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from triton_kernels._cost import Cost, Tensors, counting
-from triton_kernels._kernel import intercept
 from triton_kernels.costs import _attention, _batch_norm, _dropout
+from triton_kernels.runtime.kernel import intercept
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from triton_kernels._kernel import Kernel
+    from triton_kernels.runtime.kernel import Kernel
 
 __all__ = ["Cost", "cost_of"]
 

@@ -11,8 +11,8 @@ import functools
 import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from triton_kernels import launch
 from triton_kernels._cost import own_bytes
+from triton_kernels.runtime.arithmetic import cdiv
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -73,7 +73,7 @@ def tiles_of_rows(num_rows: int, num_keys: int, block_rows: int, block_keys: int
     """Tiles of programs that own rows and sweep keys, of a causal problem up to their last row."""
     starts = range(0, num_rows, block_rows)
     ends = [min(num_keys, start + block_rows) if causal else num_keys for start in starts]
-    tiles = [launch.cdiv(end, block_keys) for end in ends]
+    tiles = [cdiv(end, block_keys) for end in ends]
     swept = [min(num_keys, count * block_keys) for count in tiles]
     pairs = sum(min(block_rows, num_rows - start) * keys for start, keys in zip(starts, swept, strict=True))
     return Tiles(len(starts), sum(tiles), sum(swept), pairs, max(swept))
@@ -86,7 +86,7 @@ def tiles_of_keys(num_rows: int, num_keys: int, block_rows: int, block_keys: int
     widths = [min(block_keys, num_keys - first) for first in firsts]
     pairs = [rows * keys for rows, keys in zip(swept, widths, strict=True)]
     end = max(first + keys for first, keys, rows in zip(firsts, widths, swept, strict=True) if rows)
-    return Tiles(len(firsts), sum(launch.cdiv(rows, block_rows) for rows in swept), sum(swept), sum(pairs), end)
+    return Tiles(len(firsts), sum(cdiv(rows, block_rows) for rows in swept), sum(swept), sum(pairs), end)
 
 
 def _count(kernel: str, account: Account, named: Mapping[str, Any], grid: tuple[int, ...], tensors: Tensors) -> None:

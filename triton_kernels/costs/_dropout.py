@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from triton_kernels.launch import cdiv
+from triton_kernels.runtime.arithmetic import cdiv
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -228,9 +228,9 @@ def _attention_jvp_cpu(*args: Any) -> tuple[Tensor, ...]:
     return jvp(problem_of(attention_jvp_p, args, in_place=True)[0])
 
 
-bind_kernels(attention_p, "attention", "attention_fwd", _attention_cpu)
-bind_kernels(attention_bwd_p, "attention", "attention_bwd", _attention_bwd_cpu)
-bind_kernels(attention_jvp_p, "attention", "attention_jvp", _attention_jvp_cpu)
+bind_kernels(attention_p, "attention.attention", "attention_fwd", _attention_cpu)
+bind_kernels(attention_bwd_p, "attention.attention", "attention_bwd", _attention_bwd_cpu)
+bind_kernels(attention_jvp_p, "attention.attention", "attention_jvp", _attention_jvp_cpu)
 
 
 # Derivatives.

@@ -144,7 +144,7 @@ def _attention_pairing_fake(*args: Any) -> tuple[Tensor, ...]:
 
 # Kernels.
 
-bind_kernels(attention_pairing_p, "attention", "attention_pairing", _attention_pairing_cpu)
+bind_kernels(attention_pairing_p, "attention.attention", "attention_pairing", _attention_pairing_cpu)
 
 
 # Rules of the first-order operators.

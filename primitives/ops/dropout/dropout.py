@@ -62,7 +62,7 @@ def _dropout_fake(x: Tensor, seed: Tensor, offset: Tensor | None, p: float, batc
     return torch.empty_like(x)
 
 
-bind_kernels(dropout_p, "dropout", "dropout_fwd")
+bind_kernels(dropout_p, "dropout.dropout", "dropout_fwd")
 
 
 @dropout_p.def_vjp

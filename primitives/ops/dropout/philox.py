@@ -45,7 +45,7 @@ def _philox_fake(seed: Tensor, offset: Tensor, size: Sequence[int]) -> Tensor:
 
 @philox_p.def_kernel("cuda")
 def _philox_cuda(seed: Tensor, offset: Tensor, size: Sequence[int]) -> Tensor:
-    return triton_kernels_module("philox").philox_words(seed, offset, size)
+    return triton_kernels_module("dropout.philox").philox_words(seed, offset, size)
 
 
 @philox_p.def_vmap

@@ -185,14 +185,22 @@ def _cross_entropy_jvp_reference(
 
 # Kernels: Triton's and those for the CPU.
 
-bind_kernels(cross_entropy_p, "cross_entropy", "cross_entropy_fwd", cpu.in_blocks(_cross_entropy_reference, cpu.value))
 bind_kernels(
-    cross_entropy_bwd_p, "cross_entropy", "cross_entropy_bwd", cpu.in_blocks(_cross_entropy_bwd_reference, cpu.vjp)
+    cross_entropy_p, "losses.cross_entropy", "cross_entropy_fwd", cpu.in_blocks(_cross_entropy_reference, cpu.value)
 )
 bind_kernels(
-    cross_entropy_jvp_p, "cross_entropy", "cross_entropy_jvp", cpu.in_blocks(_cross_entropy_jvp_reference, cpu.jvp)
+    cross_entropy_bwd_p,
+    "losses.cross_entropy",
+    "cross_entropy_bwd",
+    cpu.in_blocks(_cross_entropy_bwd_reference, cpu.vjp),
 )
-bind_kernels(cross_entropy_fwd_jvp_p, "cross_entropy", "cross_entropy_fwd_jvp")
+bind_kernels(
+    cross_entropy_jvp_p,
+    "losses.cross_entropy",
+    "cross_entropy_jvp",
+    cpu.in_blocks(_cross_entropy_jvp_reference, cpu.jvp),
+)
+bind_kernels(cross_entropy_fwd_jvp_p, "losses.cross_entropy", "cross_entropy_fwd_jvp")
 
 
 # Derivatives.

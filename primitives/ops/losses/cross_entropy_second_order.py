@@ -90,7 +90,7 @@ def _cross_entropy_bwd_jvp_reference(
 
 bind_kernels(
     cross_entropy_bwd_jvp_p,
-    "cross_entropy",
+    "losses.cross_entropy",
     "cross_entropy_bwd_jvp",
     cpu.in_blocks(_cross_entropy_bwd_jvp_reference, cpu.vjp_jvp),
 )

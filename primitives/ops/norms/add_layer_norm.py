@@ -185,10 +185,10 @@ def _add_layer_norm_jvp_reference(
 
 # Triton's kernels; on the CPU those of layer norm and sums.
 
-bind_kernels(add_layer_norm_p, "add_layer_norm", "add_layer_norm_fwd")
-bind_kernels(add_layer_norm_bwd_p, "add_layer_norm", "add_layer_norm_bwd")
-bind_kernels(add_layer_norm_jvp_p, "add_layer_norm", "add_layer_norm_jvp")
-bind_kernels(add_layer_norm_fwd_jvp_p, "add_layer_norm", "add_layer_norm_fwd_jvp")
+bind_kernels(add_layer_norm_p, "norms.add_layer_norm", "add_layer_norm_fwd")
+bind_kernels(add_layer_norm_bwd_p, "norms.add_layer_norm", "add_layer_norm_bwd")
+bind_kernels(add_layer_norm_jvp_p, "norms.add_layer_norm", "add_layer_norm_jvp")
+bind_kernels(add_layer_norm_fwd_jvp_p, "norms.add_layer_norm", "add_layer_norm_fwd_jvp")
 
 
 # Derivatives.

@@ -160,10 +160,10 @@ def _batch_norm_jvp_reference(
 
 # Kernels: Triton's and those for the CPU.
 
-bind_kernels(batch_norm_p, "batch_norm", "batch_norm_train_fwd", cpu.forward)
-bind_kernels(batch_norm_bwd_p, "batch_norm", "batch_norm_train_bwd", cpu.bwd)
-bind_kernels(batch_norm_jvp_p, "batch_norm", "batch_norm_train_jvp", cpu.jvp)
-bind_kernels(batch_norm_fwd_jvp_p, "batch_norm", "batch_norm_train_fwd_jvp")
+bind_kernels(batch_norm_p, "batch_norm.batch_norm", "batch_norm_train_fwd", cpu.forward)
+bind_kernels(batch_norm_bwd_p, "batch_norm.batch_norm", "batch_norm_train_bwd", cpu.bwd)
+bind_kernels(batch_norm_jvp_p, "batch_norm.batch_norm", "batch_norm_train_jvp", cpu.jvp)
+bind_kernels(batch_norm_fwd_jvp_p, "batch_norm.batch_norm", "batch_norm_train_fwd_jvp")
 
 
 # Derivatives.

@@ -140,9 +140,9 @@ def _batch_norm_eval_jvp_reference(
 
 # Kernels: Triton's and those for the CPU.
 
-bind_kernels(batch_norm_eval_p, "batch_norm", "batch_norm_eval_fwd", cpu.forward)
-bind_kernels(batch_norm_eval_bwd_p, "batch_norm", "batch_norm_eval_bwd", cpu.bwd)
-bind_kernels(batch_norm_eval_jvp_p, "batch_norm", "batch_norm_eval_jvp", cpu.jvp)
+bind_kernels(batch_norm_eval_p, "batch_norm.batch_norm", "batch_norm_eval_fwd", cpu.forward)
+bind_kernels(batch_norm_eval_bwd_p, "batch_norm.batch_norm", "batch_norm_eval_bwd", cpu.bwd)
+bind_kernels(batch_norm_eval_jvp_p, "batch_norm.batch_norm", "batch_norm_eval_jvp", cpu.jvp)
 
 
 # Derivatives.

@@ -130,10 +130,10 @@ batch_norm_relu_bwd_p.def_reference(bwd_by(batch_norm_bwd_p.rule("reference")))
 batch_norm_relu_jvp_p.def_reference(jvp_by(batch_norm_jvp_p.rule("reference")))
 
 _ON_CPU = forward_by(cpu.forward, 2, in_place=True)
-bind_kernels(batch_norm_relu_p, "batch_norm", "batch_norm_train_fwd", _ON_CPU, relu=True)
-bind_kernels(batch_norm_relu_bwd_p, "batch_norm", "batch_norm_train_bwd", bwd_by(cpu.bwd))
-bind_kernels(batch_norm_relu_jvp_p, "batch_norm", "batch_norm_train_jvp", jvp_by(cpu.jvp))
-bind_kernels(batch_norm_relu_fwd_jvp_p, "batch_norm", "batch_norm_train_fwd_jvp", relu=True)
+bind_kernels(batch_norm_relu_p, "batch_norm.batch_norm", "batch_norm_train_fwd", _ON_CPU, relu=True)
+bind_kernels(batch_norm_relu_bwd_p, "batch_norm.batch_norm", "batch_norm_train_bwd", bwd_by(cpu.bwd))
+bind_kernels(batch_norm_relu_jvp_p, "batch_norm.batch_norm", "batch_norm_train_jvp", jvp_by(cpu.jvp))
+bind_kernels(batch_norm_relu_fwd_jvp_p, "batch_norm.batch_norm", "batch_norm_train_fwd_jvp", relu=True)
 
 
 # Derivatives.

@@ -37,9 +37,9 @@ batch_norm_relu_eval_bwd_p.def_reference(bwd_by(batch_norm_eval_bwd_p.rule("refe
 batch_norm_relu_eval_jvp_p.def_reference(jvp_by(batch_norm_eval_jvp_p.rule("reference")))
 
 _ON_CPU = forward_by(cpu.forward, 4, in_place=True)
-bind_kernels(batch_norm_relu_eval_p, "batch_norm", "batch_norm_eval_fwd", _ON_CPU, relu=True)
-bind_kernels(batch_norm_relu_eval_bwd_p, "batch_norm", "batch_norm_eval_bwd", bwd_by(cpu.bwd))
-bind_kernels(batch_norm_relu_eval_jvp_p, "batch_norm", "batch_norm_eval_jvp", jvp_by(cpu.jvp))
+bind_kernels(batch_norm_relu_eval_p, "batch_norm.batch_norm", "batch_norm_eval_fwd", _ON_CPU, relu=True)
+bind_kernels(batch_norm_relu_eval_bwd_p, "batch_norm.batch_norm", "batch_norm_eval_bwd", bwd_by(cpu.bwd))
+bind_kernels(batch_norm_relu_eval_jvp_p, "batch_norm.batch_norm", "batch_norm_eval_jvp", jvp_by(cpu.jvp))
 
 
 # Derivatives.

@@ -158,8 +158,8 @@ def _batch_norm_bwd_jvp_reference(
 
 # Kernels: Triton's and those for the CPU.
 
-bind_kernels(batch_norm_pairing_p, "batch_norm", "batch_norm_pairing", cpu.pairing)
-bind_kernels(batch_norm_bwd_jvp_p, "batch_norm", "batch_norm_bwd_jvp", cpu.bwd_jvp)
+bind_kernels(batch_norm_pairing_p, "batch_norm.batch_norm", "batch_norm_pairing", cpu.pairing)
+bind_kernels(batch_norm_bwd_jvp_p, "batch_norm.batch_norm", "batch_norm_bwd_jvp", cpu.bwd_jvp)
 
 
 # Rules of the first-order operators.

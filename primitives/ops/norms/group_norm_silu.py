@@ -144,10 +144,10 @@ _VALUE_ON_CPU = functools.partial(_value, cpu.forward, functools.partial(silu, i
 _COTANGENTS_ON_CPU = functools.partial(_cotangents, cpu.forward, _sloped_in_place, cpu.bwd)
 _TANGENT_ON_CPU = functools.partial(_tangent, cpu.forward, _sloped_in_place, cpu.jvp)
 _LAUNCHED = {"norm_ndim": _NORM_NDIM, "silu": True}
-bind_kernels(group_norm_silu_p, "layer_norm", "layer_norm_fwd", _VALUE_ON_CPU, **_LAUNCHED)
-bind_kernels(group_norm_silu_bwd_p, "layer_norm", "layer_norm_bwd", _COTANGENTS_ON_CPU, **_LAUNCHED)
-bind_kernels(group_norm_silu_jvp_p, "layer_norm", "layer_norm_jvp", _TANGENT_ON_CPU, **_LAUNCHED)
-bind_kernels(group_norm_silu_fwd_jvp_p, "layer_norm", "layer_norm_fwd_jvp", **_LAUNCHED)
+bind_kernels(group_norm_silu_p, "norms.layer_norm", "layer_norm_fwd", _VALUE_ON_CPU, **_LAUNCHED)
+bind_kernels(group_norm_silu_bwd_p, "norms.layer_norm", "layer_norm_bwd", _COTANGENTS_ON_CPU, **_LAUNCHED)
+bind_kernels(group_norm_silu_jvp_p, "norms.layer_norm", "layer_norm_jvp", _TANGENT_ON_CPU, **_LAUNCHED)
+bind_kernels(group_norm_silu_fwd_jvp_p, "norms.layer_norm", "layer_norm_fwd_jvp", **_LAUNCHED)
 
 
 # Derivatives.

@@ -224,10 +224,10 @@ def _layer_norm_jvp_reference(
 
 # Kernels: Triton's and those for the CPU.
 
-bind_kernels(layer_norm_p, "layer_norm", "layer_norm_fwd", cpu.forward)
-bind_kernels(layer_norm_bwd_p, "layer_norm", "layer_norm_bwd", cpu.bwd)
-bind_kernels(layer_norm_jvp_p, "layer_norm", "layer_norm_jvp", cpu.jvp)
-bind_kernels(layer_norm_fwd_jvp_p, "layer_norm", "layer_norm_fwd_jvp")
+bind_kernels(layer_norm_p, "norms.layer_norm", "layer_norm_fwd", cpu.forward)
+bind_kernels(layer_norm_bwd_p, "norms.layer_norm", "layer_norm_bwd", cpu.bwd)
+bind_kernels(layer_norm_jvp_p, "norms.layer_norm", "layer_norm_jvp", cpu.jvp)
+bind_kernels(layer_norm_fwd_jvp_p, "norms.layer_norm", "layer_norm_fwd_jvp")
 
 
 # Derivatives.

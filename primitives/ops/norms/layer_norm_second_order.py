@@ -198,8 +198,8 @@ def _layer_norm_bwd_jvp_reference(
 
 # Kernels: Triton's and those for the CPU.
 
-bind_kernels(layer_norm_pairing_p, "layer_norm_second_order", "layer_norm_pairing", cpu.pairing)
-bind_kernels(layer_norm_bwd_jvp_p, "layer_norm_second_order", "layer_norm_bwd_jvp", cpu.bwd_jvp)
+bind_kernels(layer_norm_pairing_p, "norms.layer_norm_second_order", "layer_norm_pairing", cpu.pairing)
+bind_kernels(layer_norm_bwd_jvp_p, "norms.layer_norm_second_order", "layer_norm_bwd_jvp", cpu.bwd_jvp)
 
 
 # Rules of the first-order operators.

@@ -1,0 +1,286 @@
+"""Launchers of batch norm, with the statistics of the batch or with running statistics, and of its second order.
+
+Those of first order also serve `y = max(batch_norm(x) + residual, 0)`, the end of a residual block.
+
+`x: [*batch, N, C, *spatial]` is normalized per channel over `N` and the spatial axes; parameters and statistics are
+`[*batch, C]`. With `x_hat = (x - mean) * rstd` and means over the elements of a channel, the derivative of `x_hat` in a
+direction `u` is
+
+    P(u) = rstd * (u - mean(u) - x_hat * mean(u * x_hat))       (training: mean and rstd follow x)
+    P(u) = rstd * (u - mean_dot - x_hat * rstd / 2 * var_dot)   (evaluation: they are arguments)
+
+P of training is symmetric:
+
+    y     = x_hat * weight + bias
+    y_dot = P(x_dot) * weight + x_hat * weight_dot + bias_dot
+    x_bar = P(y_bar) * weight,   weight_bar = sum(y_bar * x_hat),   bias_bar = sum(y_bar)
+
+Training reads x once for its statistics (y_bar or x_dot and x once for the two means of a derivative) and once for the
+transform. All launchers take
+
+    x, y_bar, x_dot, y_bar_dot    `[*batch, N, C, *spatial]`, any strides; a tangent that is None is 0
+    weight, bias, their tangents  `[*batch, C]`; a weight that is None is 1, a bias 0
+    mean, rstd                    `[*batch, C]`, of the forward
+    running_mean, running_var     `[*batch, C]`, never written; the variance is unbiased
+    batch_ndim                    number of leading batch axes, along which all of these differ
+    momentum                      weight of the new statistics in the running ones
+    wanted                        which results to compute; only what these take is read
+    relu; y                       whether a ReLU follows; for derivatives, what came out of it, without one None
+    residual, residual_dot        as x, added before the ReLU; None is 0. Its cotangent follows that of x
+
+of float16, bfloat16, float32 and float64, mixed as they come. Results of full size have dtype and layout of `x`, the
+others are `[*batch, C]`: cotangents of weight and bias in the dtype of the weight, or without one in that of `x` or of
+sums. Absent and unwanted tensors come back empty.
+
+In training, the backward and the jvp are the partial derivatives of the pairing of a cotangent with a tangent of y,
+`L = <y_bar, y_dot>`. Per channel, with u~ for an operand minus its mean, `x_hat = x~ * rstd` and
+
+    A = mean(x_dot * x_hat),  B = mean(y_bar * x_hat),  D = mean(y_bar_dot * x_hat)
+    P(u) = rstd * (u~ - x_hat * mean(u * x_hat)),  S = mean(y_bar * P(x_dot)) = rstd * (mean(y_bar~ * x_dot~) - A * B)
+    scale = weight * rstd,  alpha = rstd * (weight_dot - scale * A),  beta = -scale * rstd * B
+
+the gradient of `L`, with the tangent of the vjp's results along (y_bar_dot, x_dot, weight_dot) beside it, is
+
+    y_bar_bar  = scale * x_dot~ + alpha * x~ + bias_dot
+    x_dot_bar  = scale * y_bar~ + beta * x~
+    x_bar      = alpha * y_bar~ + beta * x_dot~ - rstd * (alpha * B + beta * A + scale * S) * x~
+    x_bar_dot  = x_bar + scale * (y_bar_dot~ - D * x_hat)
+    weight_bar = sum(y_bar * P(x_dot)) = n * S,  weight_bar_dot = weight_bar + n * D
+
+No term assumes that the mean square of `x_hat` is 1, so eps enters through rstd alone. One kernel reads each operand
+once and sums, one merges the sums into the coefficients and the per-channel results, one reads each operand once more
+and writes. The mean of `y_bar~ * x_dot~` is a difference of means: two operands whose means are both large against
+their spread lose digits there.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from triton_kernels.batch_norm._operands import Operands, Params, Relu, Results
+from triton_kernels.batch_norm._steps import derivatives, forward
+from triton_kernels.runtime.numbers import accumulation_dtype
+from triton_kernels.tuning import tunable
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+__all__ = [
+    "batch_norm_bwd_jvp",
+    "batch_norm_eval_bwd",
+    "batch_norm_eval_fwd",
+    "batch_norm_eval_jvp",
+    "batch_norm_pairing",
+    "batch_norm_train_bwd",
+    "batch_norm_train_fwd",
+    "batch_norm_train_fwd_jvp",
+    "batch_norm_train_jvp",
+]
+
+
+@tunable
+def batch_norm_train_fwd(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    batch_ndim: int,
+    momentum: float,
+    eps: float,
+    residual: Tensor | None = None,
+    relu: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Batch norm with the statistics of `x`: y, mean and rstd in the dtype of sums, the new running mean and variance.
+
+    Without elements, mean and rstd are 0 and the running statistics stay.
+    """
+    params, running, after = (weight, bias, None, None), (running_mean, running_var), Relu(None, residual, None, relu)
+    return forward(x, None, params, running, batch_ndim, momentum, eps, has_tangent=False, relu=after)[:5]
+
+
+@tunable
+def batch_norm_train_fwd_jvp(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    x_dot: Tensor | None,
+    weight_dot: Tensor | None,
+    bias_dot: Tensor | None,
+    batch_ndim: int,
+    momentum: float,
+    eps: float,
+    residual: Tensor | None = None,
+    residual_dot: Tensor | None = None,
+    relu: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Results of `batch_norm_train_fwd`, and y_dot, in one sweep for all sums and one that writes both."""
+    params, running = (weight, bias, weight_dot, bias_dot), (running_mean, running_var)
+    after = Relu(None, residual, residual_dot, relu)
+    return forward(x, x_dot, params, running, batch_ndim, momentum, eps, has_tangent=True, relu=after)
+
+
+@tunable
+def batch_norm_train_bwd(
+    y_bar: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    batch_ndim: int,
+    wanted: Sequence[bool],
+    y: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    """Cotangents of `x`, weight and bias for batch norm with the statistics of `x`."""
+    return _cotangents(("weight_bar", "bias_bar"), y_bar, x, Params(mean, rstd, weight), batch_ndim, wanted, y)
+
+
+def _cotangents(
+    per_channel: Sequence[str],
+    y_bar: Tensor,
+    x: Tensor,
+    params: Params,
+    batch_ndim: int,
+    wanted: Sequence[bool],
+    y: Tensor | None,
+    eps: float | None = None,
+) -> tuple[Tensor, ...]:
+    """Cotangents of `x`, of a residual where there is a ReLU, and these."""
+    names = ("x_bar", *["residual_bar"] * (y is not None), *per_channel)
+    want = Results(**dict(zip(names, wanted, strict=True)))
+    dtype = accumulation_dtype(x.dtype) if params.weight is None else params.weight.dtype
+    out = derivatives(x, Operands(y_bar, x), params, want, batch_ndim, dtype, eps, Relu(y))
+    return tuple([getattr(out, name) for name in names])
+
+
+@tunable
+def batch_norm_train_jvp(
+    x: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    x_dot: Tensor | None,
+    weight_dot: Tensor | None,
+    bias_dot: Tensor | None,
+    batch_ndim: int,
+    y: Tensor | None = None,
+    residual_dot: Tensor | None = None,
+) -> Tensor:
+    """Tangent of y for batch norm with the statistics of `x`."""
+    params, relu = Params(mean, rstd, weight, None, weight_dot, bias_dot), Relu(y, None, residual_dot)
+    return derivatives(x, Operands(None, x, x_dot), params, Results(y_dot=True), batch_ndim, relu=relu).y_dot
+
+
+@tunable
+def batch_norm_eval_fwd(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor,
+    running_var: Tensor,
+    batch_ndim: int,
+    eps: float,
+    residual: Tensor | None = None,
+    relu: bool = False,
+) -> Tensor:
+    """Batch norm with given statistics: y."""
+    params, after = Params(running_mean, running_var, weight, bias), Relu(None, residual, None, relu)
+    return derivatives(x, Operands(x=x), params, Results(y=True), batch_ndim, eps=eps, relu=after).y
+
+
+@tunable
+def batch_norm_eval_bwd(
+    y_bar: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    running_mean: Tensor,
+    running_var: Tensor,
+    batch_ndim: int,
+    eps: float,
+    wanted: Sequence[bool],
+    y: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    """Cotangents of x, weight, bias, mean and variance for batch norm with given statistics."""
+    names, params = ("weight_bar", "bias_bar", "mean_bar", "var_bar"), Params(running_mean, running_var, weight)
+    return _cotangents(names, y_bar, x, params, batch_ndim, wanted, y, eps)
+
+
+@tunable
+def batch_norm_eval_jvp(
+    x: Tensor,
+    weight: Tensor | None,
+    running_mean: Tensor,
+    running_var: Tensor,
+    x_dot: Tensor | None,
+    weight_dot: Tensor | None,
+    bias_dot: Tensor | None,
+    running_mean_dot: Tensor | None,
+    running_var_dot: Tensor | None,
+    batch_ndim: int,
+    eps: float,
+    y: Tensor | None = None,
+    residual_dot: Tensor | None = None,
+) -> Tensor:
+    """Tangent of y for batch norm with given statistics."""
+    dots = (weight_dot, bias_dot, running_mean_dot, running_var_dot)
+    params, relu = Params(running_mean, running_var, weight, None, *dots), Relu(y, None, residual_dot)
+    return derivatives(x, Operands(None, x, x_dot), params, Results(y_dot=True), batch_ndim, eps=eps, relu=relu).y_dot
+
+
+@tunable
+def batch_norm_pairing(
+    y_bar: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    x_dot: Tensor | None,
+    weight_dot: Tensor | None,
+    bias_dot: Tensor | None,
+    batch_ndim: int,
+    wanted: Sequence[bool],
+) -> tuple[Tensor, ...]:
+    """Gradient of the pairing of a cotangent with a tangent of the output of batch norm in training.
+
+    Returns:
+        `(y_bar_bar, x_bar, weight_bar, x_dot_bar, weight_dot_bar, bias_dot_bar)`; what the pairing does not depend on
+        has a gradient of zeros.
+    """
+    y_bar_bar, x_bar, weight_bar, x_dot_bar, weight_dot_bar, bias_dot_bar = wanted
+    # The pairing is linear in y_bar and in the tangents: its gradients there are the jvp and the vjp.
+    want = Results(
+        y_dot=y_bar_bar,
+        x_bar=x_dot_bar,
+        x_bar_dot=x_bar,
+        weight_bar=weight_dot_bar,
+        bias_bar=bias_dot_bar,
+        weight_bar_dot=weight_bar,
+    )
+    params = Params(mean, rstd, weight, None, weight_dot, bias_dot)
+    out = derivatives(x, Operands(y_bar, x, x_dot), params, want, batch_ndim, (x if weight is None else weight).dtype)
+    return out.y_dot, out.x_bar_dot, out.weight_bar_dot, out.x_bar, out.weight_bar, out.bias_bar
+
+
+@tunable
+def batch_norm_bwd_jvp(
+    y_bar: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    y_bar_dot: Tensor | None,
+    x_dot: Tensor | None,
+    weight_dot: Tensor | None,
+    batch_ndim: int,
+    wanted: Sequence[bool],
+) -> tuple[Tensor, ...]:
+    """Tangents `(x_bar_dot, weight_bar_dot, bias_bar_dot)` of the cotangents that `batch_norm_train_bwd` computes."""
+    x_bar_dot, weight_bar_dot, bias_bar_dot = wanted
+    want = Results(x_bar_dot=x_bar_dot, weight_bar_dot=weight_bar_dot, bias_bar_dot=bias_bar_dot)
+    params, dtype = Params(mean, rstd, weight, None, weight_dot), (x if weight is None else weight).dtype
+    out = derivatives(x, Operands(y_bar, x, x_dot, y_bar_dot), params, want, batch_ndim, dtype)
+    return out.x_bar_dot, out.weight_bar_dot, out.bias_bar_dot

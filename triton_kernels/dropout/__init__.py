@@ -1,0 +1,1 @@
+"""Dropout, and Philox's random words."""

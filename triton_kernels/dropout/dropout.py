@@ -1,0 +1,137 @@
+"""Dropout: one launcher for the operation and for its derivatives of every order.
+
+    y = x * noise,      noise = 1 / (1 - p) where a random word is at least p * 2**32, else 0
+
+The noise is drawn inside the kernel, from seed, offset and the place of an element, and never stored. Its product with
+a tangent or cotangent is the derivative. The kernel is in `_dropout_kernels`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from triton_kernels.dropout._dropout_kernels import dropout_kernel
+from triton_kernels.dropout._plan import plan_dropout
+from triton_kernels.runtime.arithmetic import cdiv
+from triton_kernels.runtime.numbers import TL_DTYPES, accumulation_dtype, noise_numbers
+from triton_kernels.runtime.views import device_guard, per_stream
+from triton_kernels.tuning import tunable
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+__all__ = ["dropout_fwd"]
+
+# 16 bytes are 16 elements or fewer.
+_MAX_ALIGN = 16
+_WORDS_PER_BLOCK = 4
+_NUM_AXES = 4
+
+
+class _Axis(NamedTuple):
+    """Adjacent dims merged into one: its size, and its strides in x and in y."""
+
+    size: int
+    x_stride: int
+    y_stride: int
+
+
+def _merge(x: Tensor, y: Tensor, dims: range) -> list[_Axis]:
+    """The given dims of x and y as few axes as their strides allow, the last one first; dims of size 1 vanish."""
+    axes: list[_Axis] = []
+    for dim in reversed(dims):
+        axis = _Axis(x.shape[dim], x.stride(dim), y.stride(dim))
+        if axis.size == 1:
+            continue
+        last = axes[-1] if axes else axis
+        if axes and (axis.x_stride, axis.y_stride) == (last.size * last.x_stride, last.size * last.y_stride):
+            axes[-1] = last._replace(size=last.size * axis.size)
+        else:
+            axes.append(axis)
+    return axes
+
+
+def _merged_axes(x: Tensor, y: Tensor, batch_ndim: int) -> tuple[list[_Axis], int]:
+    """Axes `[outer, inner, rows, columns]` of x and y, more where their strides need more.
+
+    Also how many of them, from the last on, are those of a sample: all if there is one sample alone.
+    """
+    rest, batch = _merge(x, y, range(batch_ndim, x.dim())) or [_Axis(1, 1, 1)], _merge(x, y, range(batch_ndim))
+    axes = [*rest, *batch, *[_Axis(1, 0, 0)] * (_NUM_AXES - len(rest) - len(batch))]
+    return axes[::-1], len(rest) if batch else len(axes)
+
+
+def _adjacent_axis(rows: _Axis, cols: _Axis, strides: Sequence[int]) -> int:
+    """Which axis has stride 1: 1 for columns, 2 for rows, or 0."""
+    row_stride, col_stride = strides
+    if col_stride == 1 and cols.size > 1:
+        return 1
+    return 2 if row_stride == 1 and rows.size > 1 else 0
+
+
+@tunable
+def dropout_fwd(x: Tensor, seed: Tensor, offset: Tensor | None, p: float, batch_ndim: int) -> Tensor:
+    """Drop elements of `x` at random, and scale the others.
+
+    Args:
+        x: Input `[*batch, *rest]`; or a tangent, or a cotangent of `y`, for the derivatives.
+        seed: Keys `[*batch]`, int64.
+        offset: Numbers of the Philox blocks to begin at `[*batch]`, int64; None for 0.
+        p: Probability of zero, in `[0, 1]`.
+        batch_ndim: Number of batch dims; elements are counted within the other dims.
+
+    Returns:
+        `y`, with the shape, dtype and strides of `x`, or dense ones where `x` has gaps or repeats.
+    """
+    y = torch.empty_like(x)
+    if not x.numel():
+        return y
+    if p == 0.0:
+        return y.copy_(x)
+    axes, sample_axes = _merged_axes(x, y, batch_ndim)
+    if len(axes) > _NUM_AXES:
+        return y.copy_(dropout_fwd(x.contiguous(), seed, offset, p, batch_ndim))
+    (seeds, seed_stride), (offsets, offset_stride) = per_stream(seed), per_stream(offset)
+    outer, inner, rows, cols = axes
+    x_adjacent = _adjacent_axis(rows, cols, (rows.x_stride, cols.x_stride))
+    y_adjacent = _adjacent_axis(rows, cols, (rows.y_stride, cols.y_stride))
+    adjacent = {x_adjacent, y_adjacent}
+    align = _MAX_ALIGN
+    for kind, strides in ((x_adjacent, [a.x_stride for a in axes]), (y_adjacent, [a.y_stride for a in axes])):
+        if kind:
+            align = math.gcd(align, *strides[:2], strides[2 if kind == 1 else 3])
+    plan = plan_dropout(rows.size, cols.size, 1 not in adjacent and 2 in adjacent, x.element_size(), x.device)
+    num_tiles = cdiv(rows.size, plan.block_rows) * cdiv(cols.size, plan.block_cols)
+    with device_guard(x):
+        dropout_kernel[(outer.size * inner.size * num_tiles,)](
+            x,
+            y,
+            seeds,
+            offsets,
+            inner.size,
+            rows.size,
+            cols.size,
+            *(axis.x_stride for axis in axes),
+            *(axis.y_stride for axis in axes),
+            seed_stride,
+            offset_stride,
+            *noise_numbers(p),
+            DTYPE=TL_DTYPES[accumulation_dtype(x.dtype)],
+            SAMPLE_AXES=sample_axes,
+            # A sample of a single row begins at its first word.
+            GROUPED=cols.size % _WORDS_PER_BLOCK == 0 or sample_axes == 1 or x.numel() == cols.size,
+            X_ADJACENT=x_adjacent,
+            Y_ADJACENT=y_adjacent,
+            ALIGN=align,
+            ROW_ALIGN=math.gcd(_MAX_ALIGN, rows.size) if 2 in adjacent else 1,
+            COL_ALIGN=math.gcd(_MAX_ALIGN, cols.size) if 1 in adjacent else 1,
+            BLOCK_ROWS=plan.block_rows,
+            BLOCK_COLS=plan.block_cols,
+            num_warps=plan.num_warps,
+        )
+    return y

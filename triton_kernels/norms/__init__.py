@@ -1,0 +1,1 @@
+"""Layer norm, RMS norm, group norm, and the norms of a sum."""

@@ -1,0 +1,233 @@
+"""Second-order layer normalization: launchers of the derivatives of its backward and of its JVP.
+
+The backward and the JVP are the partial derivatives, with respect to the tangents and to the cotangent, of their
+pairing L = <y_bar, y_dot>. `layer_norm_pairing` is the gradient of L, which is the vjp of either. `layer_norm_bwd_jvp`
+is the JVP of the backward: the gradient of L + <y_bar_dot, y> with respect to the inputs of the forward. The same
+kernels compute both; the formulas stand in `_layer_norm_second_kernels`, and `layer_norm` says what the arguments are.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from triton_kernels.norms._layer_norm_rows import Planes, empty_like_x, layer_norm_operands
+from triton_kernels.norms._layer_norm_second_kernels import (
+    layer_norm_second_kernel,
+    layer_norm_second_planes_kernel,
+    layer_norm_second_sums_kernel,
+)
+from triton_kernels.norms._second_plan import plan_layer_norm_second_rows, plan_layer_norm_second_sums
+from triton_kernels.rows.launch import NO_SUMS, RowSums, launch_row_sums, launch_rows, num_row_parts, sums_scratch
+from triton_kernels.runtime.views import device_guard
+from triton_kernels.tuning import tunable
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping, Sequence
+
+    from torch import Tensor
+
+    from triton_kernels.rows.launch import Operands
+
+__all__ = ["layer_norm_bwd_jvp", "layer_norm_pairing"]
+
+_FULL_SIZE = ("x_dot", "y_bar", "x", "y_bar_dot")
+_PARAMS = ("weight", "weight_dot", "bias_dot")
+_ROW_RESULTS = ("y_bar_bar", "x_bar", "x_dot_bar")
+# In the order in which the kernel sums over rows; no call has both of the last two.
+_SUMS = ("weight_bar", "weight_dot_bar", "bias_bar", "bias_dot_bar")
+_PARTS: tuple[str, ...] = ("weight_part", "weight_dot_part", "bias_part")
+_X_DOT_SUMS = ("x_dot_sum", "x_dot_x_hat_sum")
+# The terms of the derivatives of L + <y_bar_dot, y>: a factor that is a tangent, without which a term is not there, and
+# what else it takes.
+_TERMS: Mapping[str, Sequence[tuple[str | None, Sequence[str]]]] = {
+    "y_bar_bar": [("x_dot", ("x", "weight")), ("weight_dot", ("x",)), ("bias_dot", ())],
+    "x_bar": [("y_bar_dot", ("x", "weight")), ("x_dot", ("y_bar", "x", "weight")), ("weight_dot", ("y_bar", "x"))],
+    "x_dot_bar": [(None, ("y_bar", "x", "weight"))],
+    "weight_bar": [("y_bar_dot", ("x",)), ("x_dot", ("y_bar", "x"))],
+    "weight_dot_bar": [(None, ("y_bar", "x"))],
+    "bias_bar": [("y_bar_dot", ())],
+    "bias_dot_bar": [(None, ("y_bar",))],
+}
+
+
+@tunable
+def layer_norm_pairing(
+    y_bar: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    x_dot: Tensor | None,
+    weight_dot: Tensor | None,
+    bias_dot: Tensor | None,
+    norm_ndim: int,
+    batch_ndim: int,
+    wanted: Sequence[bool],
+    centered: bool = True,
+    grouped: int = 0,
+) -> tuple[Tensor, ...]:
+    """Gradient of `<y_bar, y_dot>`, y_dot as of `layer_norm_jvp`; zero where it does not depend on an argument.
+
+    Returns:
+        `(y_bar_bar, x_bar, weight_bar, x_dot_bar, weight_dot_bar, bias_dot_bar)`, those of parameters in the dtype of
+        the weight, or of `x` without one.
+    """
+    names = ("y_bar_bar", "x_bar", "weight_bar", "x_dot_bar", "weight_dot_bar", "bias_dot_bar")
+    given = {"x_dot": x_dot, "y_bar": y_bar, "x": x, "y_bar_dot": None}
+    given |= {"weight": weight, "weight_dot": weight_dot, "bias_dot": bias_dot}
+    return _differentiate(names, wanted, x, given, mean if centered else None, rstd, norm_ndim, batch_ndim, grouped)
+
+
+@tunable
+def layer_norm_bwd_jvp(
+    y_bar: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    y_bar_dot: Tensor | None,
+    x_dot: Tensor | None,
+    weight_dot: Tensor | None,
+    norm_ndim: int,
+    batch_ndim: int,
+    wanted: Sequence[bool],
+    centered: bool = True,
+    grouped: int = 0,
+) -> tuple[Tensor, ...]:
+    """Tangents `(x_bar_dot, weight_bar_dot, bias_bar_dot)` of what `layer_norm_bwd` computes; zero where none moves it.
+
+    Those of parameters are in the dtype of the weight, or of `x` without one.
+    """
+    names = ("x_bar", "weight_bar", "bias_bar")
+    given = {"x_dot": x_dot, "y_bar": y_bar, "x": x, "y_bar_dot": y_bar_dot}
+    given |= {"weight": weight, "weight_dot": weight_dot, "bias_dot": None}
+    return _differentiate(names, wanted, x, given, mean if centered else None, rstd, norm_ndim, batch_ndim, grouped)
+
+
+def _differentiate(
+    names: Sequence[str],
+    wanted: Sequence[bool],
+    x: Tensor,
+    given: Mapping[str, Tensor | None],
+    mean: Tensor | None,
+    rstd: Tensor,
+    norm_ndim: int,
+    batch_ndim: int,
+    grouped: int,
+) -> tuple[Tensor, ...]:
+    """The derivatives `names`: those that are wanted, and zero where no given operand moves them."""
+    weight = given["weight"]
+    param_shape = (*x.shape[:batch_ndim], *(x.shape[-3:-1] if grouped else x.shape[x.dim() - norm_ndim :]))
+    param_dtype = x.dtype if weight is None else weight.dtype
+    outputs, results = [], {}
+    for name, want in zip(names, wanted, strict=True):
+        if not want:
+            outputs.append(x.new_empty(0))
+            continue
+        is_row = name in _ROW_RESULTS
+        outputs.append(empty_like_x(x, grouped) if is_row else x.new_empty(param_shape, dtype=param_dtype))
+        if x.numel() and any(factor is None or given[factor] is not None for factor, _ in _TERMS[name]):
+            results[name] = outputs[-1]
+        else:
+            outputs[-1].zero_()
+    if results:
+        with device_guard(x):
+            _launch(x, given, results, mean, rstd, norm_ndim, batch_ndim, grouped)
+    return tuple(outputs)
+
+
+def _launch(
+    x: Tensor,
+    given: Mapping[str, Tensor | None],
+    results: Mapping[str, Tensor],
+    mean: Tensor | None,
+    rstd: Tensor,
+    norm_ndim: int,
+    batch_ndim: int,
+    grouped: int,
+) -> None:
+    """Launch what writes the results: rows, the sums over them in the same kernel or behind it, and partial rows."""
+    of_rows, totals = {name: results.get(name) for name in _ROW_RESULTS}, [results.get(name) for name in _SUMS]
+    # No call has both sums of the bias.
+    totals[2:] = [totals[2] if totals[3] is None else totals[3]]
+    of_sums = set(results).intersection(_SUMS)
+    taken = _taken(results, given)
+    full_size = {name: given[name] if name in taken or name == "x" else None for name in _FULL_SIZE}
+    params = {name: given[name] if name in taken else None for name in _PARAMS}
+    statistics = {"mean": mean, "rstd": rstd}
+    has_sums = bool(of_sums) and not grouped
+    operands = layer_norm_operands(full_size, params, statistics, norm_ndim, batch_ndim, grouped, has_sums=has_sums)
+    operands = operands._replace(scratch=_X_DOT_SUMS)
+    view, num_groups = operands.view, math.prod(x.shape[:batch_ndim])
+    sizes, is_aligned = (*operands.sizes(), x.element_size()), operands.is_aligned(x.element_size())
+    plan = None
+    if has_sums:
+        num_tiles = (len(taken.intersection(_FULL_SIZE)), len(of_sums), len(taken.intersection(_PARAMS)))
+        plan = plan_layer_norm_second_sums(*sizes, *num_tiles, x.device, is_aligned)
+    is_apart = plan is None or plan.looped
+    rows_take, sums_take = _taken(set(results) - of_sums, given), _taken(of_sums, given) if is_apart else taken
+    # The kernel over rows finds the sums of x_dot that the one over columns takes.
+    leaves_sums = is_apart and "x_dot" in sums_take
+    rows, row_plan, row_sums, wanted, swept_size = operands, None, NO_SUMS, 0, 0
+    if is_apart and (rows_take or leaves_sums):
+        rows = operands.only({*rows_take, "x", "x_dot"} if leaves_sums else rows_take)
+        num_operands = len(rows.given().intersection(_FULL_SIZE))
+        row_plan = plan_layer_norm_second_rows(*sizes, num_operands, x.device, is_aligned)
+        rows = rows._replace(outputs=of_rows)
+        wanted = _wanted_sums(rows)
+        row_sums = _row_sums(rows, wanted)
+        swept_size = num_row_parts(rows, row_plan, row_sums)
+    num_stats = view.num_segments * view.num_rows * leaves_sums
+    # A norm that is not centered takes no mean of x_dot.
+    stat_sizes = (0 if mean is None else num_stats, num_stats)
+    planes, plane_size, partial = None, 0, operands.partial_rows(plan)
+    if of_sums and grouped:
+        planes = Planes.of(operands.only(sums_take), totals, batch_ndim)
+        plane_size, partial = planes.num_parts(), planes.partial_rows()
+    sizes = (*stat_sizes, swept_size, plane_size)
+    parts, (*stats, swept_parts, plane_parts) = sums_scratch(rstd, *partial, totals, num_groups, *sizes)
+    x_dot_sums: dict[str, Tensor | None] = dict(zip(_X_DOT_SUMS, stats, strict=True))
+    if row_plan is not None:
+        rows = rows._replace(row_outputs=x_dot_sums)
+        launch_rows(layer_norm_second_kernel, rows, row_plan, row_sums, rows_take, swept_parts, WANTED=wanted)
+    named = dict(zip(_PARTS, totals, strict=True))
+    if planes is not None:
+        planes.launch(layer_norm_second_planes_kernel, named, parts, num_groups, plane_parts, x_dot_sums)
+    if plan is not None:
+        operands = operands.only(sums_take)
+        outputs = dict.fromkeys(_ROW_RESULTS) if is_apart else of_rows
+        operands = operands._replace(outputs=outputs, statistics={**operands.statistics, **x_dot_sums})
+        wanted = 0 if is_apart else _wanted_sums(operands)
+        launch_row_sums(layer_norm_second_sums_kernel, operands, plan, named, parts, num_groups, WANTED=wanted)
+
+
+def _taken(results: Collection[str], given: Mapping[str, Tensor | None]) -> set[str]:
+    """Names of the operands that the results take."""
+    terms = [term for name in results for term in _TERMS[name] if term[0] is None or given[term[0]] is not None]
+    return {name for factor, others in terms for name in (factor, *others) if name and given[name] is not None}
+
+
+def _wanted_sums(operands: Operands) -> int:
+    """A bit for each sum of a row that a kernel takes which reads these operands and writes these outputs."""
+    given = operands.given()
+    wanted = {name for name, tensor in operands.outputs.items() if tensor is not None}
+    has_h, want_x = "x_dot" in given, "x_bar" in wanted
+    has_g = "x_dot_bar" in wanted or (want_x and has_h)
+    has_k = want_x and bool(given & {"weight_dot", "y_bar_dot"})
+    bits = 0b11 * has_h + 0b1100 * has_g + 0b110000 * has_k + 0b1000000 * (want_x and has_h)
+    return bits if operands.statistics["mean"] is not None else bits & 0b1101010
+
+
+def _row_sums(operands: Operands, wanted: int) -> RowSums:
+    """Sums of the kernel over rows, from the bits of `_wanted_sums`."""
+    if not wanted:
+        return NO_SUMS
+    reads = {"x"}
+    if wanted & 0b11:
+        reads.add("x_dot")
+    if wanted & 0b1100:
+        reads |= {"y_bar", "weight"}
+    if wanted & 0b110000:
+        reads |= {"y_bar_dot", "weight_dot", "weight"} | ({"y_bar"} if "weight_dot" in operands.given() else set())
+    return RowSums(7, reads, wanted.bit_count(), wanted & 0b1000001 == 0b1000001)

@@ -1,0 +1,1 @@
+"""Kernels over rows: scaffold, sums over rows, views, plans, launches, and maps along one axis."""

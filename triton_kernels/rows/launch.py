@@ -1,0 +1,360 @@
+"""Launches of the kernels over rows, each from one description, which also says what the launch costs.
+
+A description names the operands of a kernel by kind. The names are those of the kernel's arguments: `<name>_ptr` of a
+tensor, `<name>_segment_stride`, `<name>_row_stride` and `<name>_col_stride` of one of full size, `<name>_stride` of a
+parameter. All outputs of full size share the strides `out_*_stride`.
+"""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from triton_kernels._cost import current_account
+from triton_kernels.rows.plan import plan_param_reduce, row_options
+from triton_kernels.rows.sums import add_partial_rows_kernel
+from triton_kernels.runtime.arithmetic import ACCESS_BYTES, block_row_splits, cdiv
+from triton_kernels.runtime.chips import chip_of
+from triton_kernels.runtime.numbers import TL_DTYPES
+from triton_kernels.runtime.views import split_scratch
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping, Sequence
+
+    from torch import Tensor
+
+    from triton_kernels._cost import Account
+    from triton_kernels.rows.plan import RowPlan, SumPlan
+    from triton_kernels.rows.view import RowView
+    from triton_kernels.runtime.kernel import Kernel
+
+    # A parameter, and the distance of two segments in it.
+    Param = tuple[Tensor | None, int]
+
+
+class Operands(NamedTuple):
+    """Operands and outputs of a kernel over rows, by name; None where one is absent.
+
+    The view has the geometry, and the operands of full size, whose `names` are in its order. Params are `[segments,
+    num_cols]`, statistics and row outputs have one number per row, and `scratch` names those that one kernel leaves to
+    another. The dtype is that of the arithmetic. Of `seeds` a program reads one, and draws `noise` from it. Where a
+    `run` of columns shares a number of a parameter, so many rows, one after another, make `groups` of numbers (it is
+    negative where so many columns are adjacent, and the next ones have the same numbers); so many `planes` share a
+    statistic. What the kernel has another name for goes into that of its `slots`.
+    """
+
+    view: RowView
+    names: tuple[str, ...]
+    params: Mapping[str, Param]
+    statistics: Mapping[str, Tensor | None]
+    outputs: Mapping[str, Tensor | None]
+    row_outputs: Mapping[str, Tensor | None]
+    dtype: torch.dtype
+    device: torch.device
+    scratch: Collection[str] = ()
+    seeds: Tensor | None = None
+    noise: Mapping[str, int] = MappingProxyType({})
+    groups: int = 1
+    run: int = 0
+    planes: int = 1
+    slots: Mapping[str, str] = MappingProxyType({})
+
+    def arguments(self) -> dict[str, Any]:
+        """Arguments of the kernel, and constants that follow from the operands alone."""
+        view = self.view
+        found: dict[str, Any] = {}
+        for name, strides in zip((*self.names, "out"), (*view.strides, view.out_strides), strict=True):
+            for axis, stride in zip(("segment", "row", "col"), strides, strict=True):
+                found[f"{self.slots.get(name, name)}_{axis}_stride"] = stride
+        full_size = dict(zip(self.names, view.tensors, strict=True))
+        tensors = {**full_size, **self.statistics, **self.outputs, **self.row_outputs}
+        found |= {f"{self.slots.get(name, name)}_ptr": tensor for name, tensor in tensors.items()}
+        for name, (param, stride) in self.params.items():
+            found |= {f"{name}_ptr": param, f"{name}_stride": stride}
+        return found | {
+            "seed_ptr": self.seeds,
+            **self.noise,
+            "num_rows": view.num_rows,
+            "num_cols": view.num_cols,
+            "DTYPE": TL_DTYPES[self.dtype],
+            "AXES": sum(axis << 2 * number for number, axis in enumerate(view.axes())),
+            "TWO_LEVEL": view.num_segments > 1,
+            "ALIGN": view.alignment(*(stride for _, stride in self.params.values())),
+            "GROUPS": self.groups,
+            "RUN": self.run,
+            "PLANES": self.planes,
+        }
+
+    def given(self) -> set[str]:
+        """Names of the operands of full size, and of the parameters, that are there."""
+        full_size = {name for name, tensor in zip(self.names, self.view.tensors, strict=True) if tensor is not None}
+        return full_size | {name for name, (param, _) in self.params.items() if param is not None}
+
+    def only(self, names: Collection[str]) -> Operands:
+        """The operands of these names, and the statistics if what was normalized, x or s, is among them."""
+        tensors = zip(self.names, self.view.tensors, strict=True)
+        return self._replace(
+            view=self.view._replace(tensors=tuple(tensor if name in names else None for name, tensor in tensors)),
+            params={name: param if name in names else (None, 0) for name, param in self.params.items()},
+            statistics={name: tensor if {"x", "s"} & {*names} else None for name, tensor in self.statistics.items()},
+        )
+
+    def sizes(self) -> tuple[int, int, int]:
+        """Segments, rows of each, and columns."""
+        return self.view.num_segments, self.view.num_rows, self.view.num_cols
+
+    def partial_rows(self, plan: SumPlan | None) -> tuple[int, int]:
+        """How many partial rows `launch_row_sums` leaves, and their columns."""
+        return 0 if plan is None else self.view.num_segments * plan.num_splits, self.view.num_cols
+
+    def is_aligned(self, itemsize: int) -> bool:
+        """Whether rows with elements of `itemsize` bytes can be loaded 16 bytes at a time."""
+        return self.view.is_aligned(itemsize, *(stride for _, stride in self.params.values()))
+
+    def num_blocks(self, block_rows: int) -> int:
+        """Blocks of rows, each within a segment."""
+        return self.view.num_segments * cdiv(self.view.num_rows, block_rows)
+
+    def add_to(
+        self,
+        account: Account,
+        reads: Mapping[str, int],
+        param_programs: int,
+        row_programs: int,
+        num_programs: int | None = None,
+    ) -> None:
+        """Count what a kernel moves that reads each operand as often as `reads` says, and writes each output once.
+
+        `param_programs` load the parameters of a segment, and `row_programs` the statistics of each row; of all
+        programs there are as many as the product if not told.
+        """
+        account.load_often("seed", self.seeds, 8 * (num_programs or param_programs * row_programs))
+        for name, tensor in zip(self.names, self.view.tensors, strict=True):
+            account.load(reads.get(name, 0), **{name: tensor})
+        for name, (param, _) in self.params.items():
+            num_loads = self.view.num_cols
+            if self.run > 0:
+                # One load serves four columns of a run, or a row that has one number.
+                num_loads //= num_loads if self.run == num_loads else 4 if self.run % 4 == 0 else 1
+            row_bytes = 0 if param is None else num_loads * param.element_size()
+            account.load_often(name, param, reads.get(name, 0) * param_programs * row_bytes)
+        for name, tensor in self.statistics.items():
+            nbytes = 0 if tensor is None else tensor.nbytes
+            if name in self.scratch:
+                account.reload((self.planes * row_programs - 1) * nbytes)
+            else:
+                account.load_often(name, tensor, self.planes * row_programs * nbytes)
+        for name, tensor in (*self.outputs.items(), *self.row_outputs.items()):
+            nbytes = 0 if tensor is None else tensor.nbytes
+            if name in self.scratch:
+                account.scratch(nbytes)
+            else:
+                account.store(nbytes)
+
+
+class RowSums(NamedTuple):
+    """Sums that a kernel on `rows.row_op` finds of a row before it writes.
+
+    Attributes:
+        places: How many sums it has a place for; 0 where it has to sum nothing.
+        reads: Operands and parameters that the sums take.
+        wanted: How many of the places are taken; None for all.
+        num_anchors: A sweep begins with the first tile of so many operands.
+    """
+
+    places: int = 0
+    reads: Collection[str] = ()
+    wanted: int | None = None
+    num_anchors: int = 0
+
+
+NO_SUMS = RowSums()
+
+
+def num_row_parts(operands: Operands, plan: RowPlan, sums: RowSums) -> int:
+    """Partial results of `launch_rows`: none where one program has a whole row."""
+    if not plan.looped or plan.col_splits == 1:
+        return 0
+    return operands.num_blocks(plan.block_rows) * sums.places * plan.col_splits * plan.block_rows
+
+
+def _group(operands: Operands, plan: RowPlan) -> int:
+    """Columns of a tile that a thread has beside each other, or minus as many that lie far apart."""
+    view, chip = operands.view, chip_of(operands.device)
+    sizes = [tensor.element_size() for tensor in view.tensors if tensor is not None] or [operands.dtype.itemsize]
+    # Where rows lie beside each other, the narrowest operand has the most of them in one load of a thread.
+    itemsize = min(sizes) if view.along_rows else sizes[0]
+    at_once = ACCESS_BYTES // itemsize
+    if not view.along_rows and view.is_aligned(itemsize) and view.num_cols % at_once == 0 and at_once > 1:
+        return min(at_once, plan.block_cols)
+    values = plan.block_rows * plan.block_cols // (plan.num_warps * chip.warp_size)
+    return -max(values // (min(at_once, plan.block_rows) if view.along_rows else 1), 1)
+
+
+def launch_rows(
+    kernel: Kernel,
+    operands: Operands,
+    plan: RowPlan,
+    sums: RowSums = NO_SUMS,
+    writes: Collection[str] | None = None,
+    parts: Tensor | None = None,
+    picks: Collection[str] = (),
+    **constants: Any,
+) -> None:
+    """Launch a kernel on `rows.row_op`: once, or twice where programs share rows whose sums they have to find first.
+
+    `writes` are the operands that are read again to write a row that is swept, None for all; `parts` is memory for
+    `num_row_parts`, None if the call has no other scratch, so that it is allocated here; of `picks`, each row's element
+    in the column of its first statistic is read by itself.
+    """
+    writes = operands.names if writes is None else writes
+    order = (*operands.names, *operands.params)
+    num_parts = num_row_parts(operands, plan, sums)
+    if num_parts and parts is None:
+        parts = torch.empty(num_parts, dtype=operands.dtype, device=operands.device)
+    values = operands.arguments() | {
+        "parts_ptr": parts,
+        "num_splits": plan.col_splits,
+        "ROW_ALIGN": operands.view.row_alignment(),
+        "BLOCK_ROWS": plan.block_rows,
+        "BLOCK_COLS": plan.block_cols,
+        "SUM_READS": sum(1 << number for number, name in enumerate(order) if name in sums.reads),
+        "EMIT_READS": sum(1 << number for number, name in enumerate(order) if name in writes),
+        "STAGES": plan.loop_stages,
+        "GROUP": _group(operands, plan) if plan.looped else 1,
+        "PICKS": sum(1 << number for number, name in enumerate(operands.names) if name in picks),
+        "BLOCK_SPLITS": block_row_splits(plan.col_splits, chip_of(operands.device)) if num_parts else 1,
+        **constants,
+    }
+    modes = ("whole",) if not plan.looped else ("writes",) if not sums.places else ("swept",)
+    if num_parts:
+        modes = ("sums", "writes")
+    options = row_options(plan, chip_of(operands.device))
+    for mode in modes:
+        _launch(kernel, operands.num_blocks(plan.block_rows) * plan.col_splits, values | {"MODE": mode}, options)
+    account = current_account()
+    if account is not None:
+        _count_rows(account, operands, plan, sums, writes)
+        for name, tensor in zip(operands.names, operands.view.tensors, strict=True):
+            if name in picks and tensor is not None:
+                account.reload(plan.col_splits * tensor.nbytes // operands.view.num_cols, name)
+
+
+def _count_rows(account: Account, operands: Operands, plan: RowPlan, sums: RowSums, writes: Collection[str]) -> None:
+    """Count what `launch_rows` moves."""
+    num_blocks = operands.num_blocks(plan.block_rows)
+    names = (*operands.names, *operands.params)
+    if not plan.looped:
+        operands.add_to(account, dict.fromkeys(names, 1), num_blocks * (plan.block_rows if operands.run else 1), 1)
+        return
+    # A sweep that writes reads all parameters.
+    writes = {*writes, *operands.params}
+    reads = {name: (sums.places > 0 and name in sums.reads) + (name in writes) for name in names}
+    num_sweeps = 2 if plan.col_splits > 1 and sums.places else 1
+    operands.add_to(account, reads, num_blocks, num_sweeps * plan.col_splits)
+    tensors = dict(zip(operands.names, operands.view.tensors, strict=True))
+    for name in operands.names[: sums.num_anchors]:
+        num_cols = operands.view.num_cols
+        slice_cols = cdiv(cdiv(num_cols, plan.block_cols), plan.col_splits) * plan.block_cols
+        firsts = sum(min(plan.block_cols, num_cols - first) for first in range(0, num_cols, slice_cols))
+        anchor = tensors[name]
+        account.reload(0 if anchor is None else anchor.nbytes // num_cols * firsts, name)
+    again = [tensors[name] for name in operands.names if reads[name] > 1]
+    account.sweep(
+        sum(tensor.nbytes for tensor in again if tensor is not None), num_blocks if plan.col_splits == 1 else 1
+    )
+    num_parts = num_row_parts(operands, plan, sums)
+    nbytes = num_parts * operands.dtype.itemsize * (sums.places if sums.wanted is None else sums.wanted)
+    if num_parts:
+        nbytes //= sums.places
+        account.scratch(nbytes)
+        # Every program of the second launch merges the results of all that share its row.
+        account.reload((plan.col_splits - 1) * nbytes)
+
+
+def sums_scratch(
+    like: Tensor, num_parts: int, num_cols: int, totals: Sequence[Tensor | None], num_groups: int, *sizes: int
+) -> tuple[list[Tensor | None] | None, list[Tensor | None]]:
+    """`num_parts` partial rows of each of the totals, and flat tensors of `sizes`, out of one allocation.
+
+    None stands for what is empty. A group of a single part needs no second sum: its partial row is the result, and
+    partial rows do not occur.
+    """
+    is_partial = num_parts > num_groups
+    sizes = (*(num_parts * num_cols * (is_partial and total is not None) for total in totals), *sizes)
+    memory = split_scratch(like, *sizes) if any(sizes) else [None] * len(sizes)
+    found = [part if size else None for part, size in zip(memory, sizes, strict=True)]
+    return found[: len(totals)] if is_partial else None, found[len(totals) :]
+
+
+def launch_row_sums(
+    kernel: Kernel,
+    operands: Operands,
+    plan: SumPlan,
+    totals: Mapping[str, Tensor | None],
+    parts: Sequence[Tensor | None] | None,
+    num_groups: int,
+    **constants: Any,
+) -> None:
+    """Launch a kernel on `sums.row_sums_op`, and the sum of its partial rows, which `sums_scratch` has made.
+
+    Totals are the sums over the rows of each of `num_groups` groups of segments, by the kernel's names of them; None
+    for what is not wanted.
+    """
+    view = operands.view
+    col_blocks, num_parts = cdiv(view.num_cols, plan.block_cols), view.num_segments * plan.num_splits
+    rows = [*totals.values()] if parts is None else parts
+    values = operands.arguments() | {f"{name}_ptr": part for name, part in zip(totals, rows, strict=True)}
+    values |= {
+        "num_splits": plan.num_splits,
+        "BLOCK_ROWS": plan.block_rows,
+        "BLOCK_COLS": plan.block_cols,
+        "STAGES": plan.loop_stages,
+        **constants,
+    }
+    _launch(kernel, num_parts * col_blocks, values, row_options(plan, chip_of(operands.device)))
+    account = current_account()
+    if account is not None:
+        # Each row of a tile has the parameters beside it.
+        reads = dict.fromkeys((*operands.names, *operands.params), 1)
+        operands.add_to(account, reads, num_parts * plan.block_rows, col_blocks, num_parts * col_blocks)
+        count = account.store if parts is None else account.scratch
+        for part in rows:
+            count(0 if part is None else part.nbytes)
+    if parts is not None:
+        add_partial_rows(parts, [*totals.values()], num_groups, view.num_cols)
+
+
+def add_partial_rows(
+    parts: Sequence[Tensor | None], sums: Sequence[Tensor | None], num_groups: int, num_cols: int
+) -> None:
+    """Add up to three times partial rows `[num_groups * n, num_cols]` up, to `[num_groups, num_cols]` each."""
+    pairs = [(part, total) for part, total in zip(parts, sums, strict=True) if part is not None]
+    pairs += [(None, None)] * (3 - len(pairs))
+    first = pairs[0][0]
+    if first is None:
+        return
+    num_parts = first.numel() // num_cols // num_groups
+    plan = plan_param_reduce(num_groups, num_parts, num_cols, first.element_size(), first.device)
+    grid = (num_groups * cdiv(num_cols, plan.block_cols),)
+    add_partial_rows_kernel[grid](
+        *(part for part, _ in pairs),
+        *(total for _, total in pairs),
+        num_parts,
+        num_cols=num_cols,
+        BLOCK_PARTS=plan.block_parts,
+        BLOCK_COLS=plan.block_cols,
+        num_warps=plan.num_warps,
+    )
+    account = current_account()
+    if account is not None:
+        for _, total in pairs:
+            account.store(0 if total is None else total.nbytes)
+
+
+def _launch(kernel: Kernel, num_programs: int, values: dict[str, Any], options: Mapping[str, Any]) -> None:
+    numbers = [values[name] for name in kernel.run_time_names]
+    constants = {name: values[name] for name in kernel.argument_names[len(numbers) :]}
+    kernel[(num_programs,)](*numbers, **constants, **options)

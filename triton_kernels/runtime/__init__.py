@@ -1,0 +1,1 @@
+"""What every family needs: kernels and their launches, launch cache, chips and limits, numbers, views."""

@@ -1,0 +1,240 @@
+"""Kernels of log-softmax and of softmax, and of their derivatives of first and second order, on the scaffold of `rows`.
+
+Log-softmax, with `p = exp(y)` and sums over the reduced dim:
+
+    forward     y = x - log(sum(exp(x))),   y_dot = x_dot - sum(p * x_dot)
+    pairing     y_bar_bar = x_dot - sum(p * x_dot),   output_bar = -p * x_dot * sum(y_bar),
+                x_dot_bar = y_bar - p * sum(y_bar)
+    bwd_jvp     x_bar_dot = y_bar_dot - p * (y_dot * sum(y_bar) + sum(y_bar_dot))
+
+Softmax, not `LOG`, with `P(v) = y * (v - sum(y * v))`; all derivatives are multiplied by the scale, if there is one:
+
+    forward     y = exp(u) / sum(exp(u)),   u = scale * x + mask,   y_dot = P(x_dot)
+    pairing     y_bar_bar = P(x_dot),   x_dot_bar = P(y_bar),
+                output_bar = y_bar * (x_dot - sum(y * x_dot)) - x_dot * sum(y * y_bar)
+    bwd_jvp     x_bar_dot = y * (y_bar_dot - sum(y * y_bar_dot + y_dot * y_bar)) + y_dot * (y_bar - sum(y * y_bar))
+
+The jvp is the first result of the pairing by itself, the vjp its last.
+"""
+
+# Pyright takes device functions for Python: it knows neither tuples of tiles nor what is settled at compile time.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportAssignmentType=false, reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from triton_kernels.rows.kernel import row_op, row_slice
+from triton_kernels.rows.tiles import aligned, exponential, nothing, sums_of
+from triton_kernels.runtime.kernel import stride_independent_jit
+
+_LOWEST = tl.constexpr(float("-inf"))
+
+# Forward: x, and for the tangent of y as well x_dot, and a mask. The sums are the maximum, the logarithm of the sum of
+# exponentials relative to it, or one over that sum, and the mean of x_dot weighted with them.
+_LOGARITHM, _SHARE, _MASKED = (tl.constexpr(kind) for kind in range(3))
+
+
+@triton.jit
+def _finite(top):
+    """The maximum to subtract before the exponential: 0 until an element is finite, because -inf - -inf is NaN."""
+    return tl.where(top == _LOWEST, 0.0, top)
+
+
+@triton.jit
+def scaled(value, r):
+    """Times the scale, if there is one."""
+    return value * r[0] if len(r) > 0 else value
+
+
+@triton.jit
+def _logits(x, r, mask):
+    """u; what a mask takes out is -inf, whatever x is there."""
+    u = x[0]
+    if len(r) > 0:
+        u = u * r[0]
+        if mask.type.is_block():
+            # Beside the row x is -inf, which a scale may turn around.
+            u = tl.where(mask, u, x[0])
+    if x[2].type.is_block():
+        u = tl.where(x[2] == _LOWEST, _LOWEST, u + x[2])
+    return u
+
+
+@triton.jit
+def _numbers(top, sums, KIND: tl.constexpr):
+    if KIND == _LOGARITHM:
+        found = top, tl.log(sums[0])
+        if len(sums) == 2:
+            found = found + (sums[1] / sums[0],)
+    else:
+        total = sums[0]
+        if KIND == _MASKED:
+            # A row in which no position takes part is 0.
+            total = tl.where(total == 0.0, 1.0, total)
+        share = 1.0 / total
+        found = top, share
+        if len(sums) == 2:
+            found = found + (sums[1] * share,)
+    return found
+
+
+@triton.jit
+def _fwd_stats(x, p, r, mask, num_cols: tl.constexpr, KIND: tl.constexpr):
+    u = _logits(x, r, mask)
+    top = tl.max(u, axis=1)[:, None]
+    if KIND == _MASKED:
+        top = _finite(top)
+    weights = exponential(u - top)
+    if x[1].type.is_block():
+        sums = sums_of((weights, weights * x[1]), 2)
+    else:
+        sums = sums_of((weights,))
+    return _numbers(top, sums, KIND)
+
+
+@triton.jit
+def fold_exponentials(state, x, weighted, mask):
+    """The lanes' maxima, sums of exponentials relative to them, and sums weighted with these, with one more group each.
+
+    Nothing leaves the thread that has loaded a group: each element takes one exponential, each group one more.
+    """
+    BY_GROUP: tl.constexpr = mask.shape[1] == 1
+    if not BY_GROUP:
+        x = tl.where(mask, x, _LOWEST)
+    top = tl.max(x, axis=1)
+    if BY_GROUP:
+        top = tl.where(tl.reshape(mask, (1, mask.shape[2])), top, _LOWEST)
+    top = tl.maximum(state[0], top)
+    shift = _finite(top)
+    scale = exponential(state[0] - shift)
+    weights = exponential(x - shift[:, None, :])
+    if BY_GROUP:
+        weights = tl.where(mask, weights, 0.0)
+    found = top, state[1] * scale + tl.sum(weights, axis=1)
+    if weighted.type.is_block():
+        found = found + (state[2] * scale + tl.sum(weights * weighted, axis=1),)
+    return found
+
+
+@triton.jit
+def _fwd_fold(state, x, p, r, anchor, mask):
+    return fold_exponentials(state, _logits(x, r, nothing()), x[1], mask)
+
+
+@triton.jit
+def merged_exponentials(state, NUM: tl.constexpr):
+    """The maximum of the lanes or slices of a row, and the first `NUM` sums of `fold_exponentials` relative to it."""
+    top = tl.max(state[0], axis=1)[:, None]
+    # Of a row of nothing but -inf, or a slice, all sums are 0; what is made of a row's is NaN.
+    scale = exponential(state[0] - _finite(top))
+    tiles = ()
+    for i in tl.static_range(NUM):
+        tiles = tiles + (state[1 + i] * scale,)
+    return top, tiles
+
+
+@triton.jit
+def _fwd_merge(
+    state, anchor, sizes, num_cols: tl.constexpr, KIND: tl.constexpr, LEVEL: tl.constexpr, LAST: tl.constexpr
+):
+    top, tiles = merged_exponentials(state, len(state) - 1)
+    if KIND == _MASKED and LAST:
+        top = _finite(top)
+    sums = sums_of(tiles, 2)
+    return _numbers(top, sums, KIND) if LAST else (top,) + sums
+
+
+@triton.jit
+def _log_emit(x, p, r, s, mask, num_cols: tl.constexpr):
+    y_dot = nothing()
+    if x[1].type.is_block():
+        y_dot = x[1] - s[2]
+    return x[0] - s[0] - s[1], y_dot
+
+
+@triton.jit
+def _share_emit(x, p, r, s, mask, num_cols: tl.constexpr):
+    y = exponential(_logits(x, r, mask) - s[0]) * s[1]
+    y_dot = nothing()
+    if x[1].type.is_block():
+        y_dot = scaled(y * (x[1] - s[2]), r)
+    return y, y_dot
+
+
+@stride_independent_jit
+def log_softmax_fwd_kernel(
+    x_ptr, x_segment_stride, x_row_stride, x_col_stride,
+    x_dot_ptr, x_dot_segment_stride, x_dot_row_stride, x_dot_col_stride,
+    mask_ptr, mask_segment_stride, mask_row_stride, mask_col_stride, mask_repeats, scale_low, scale_high,
+    y_ptr, y_dot_ptr, out_segment_stride, out_row_stride, out_col_stride, parts_ptr, num_splits, num_rows,
+    num_cols: tl.constexpr, DTYPE: tl.constexpr, AXES: tl.constexpr, TWO_LEVEL: tl.constexpr, ALIGN: tl.constexpr,
+    ROW_ALIGN: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, MODE: tl.constexpr,
+    SUM_READS: tl.constexpr, EMIT_READS: tl.constexpr, STAGES: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
+    LOG: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """y, of x in its dtype as in torch; and the tangent of y where there is one of x.
+
+    If given, so many segments, one after another, share a mask.
+    """
+    if mask_repeats is not None:
+        block = row_slice(num_splits, num_cols, BLOCK_COLS, MODE)[0]
+        sample = (block // tl.cdiv(num_rows, BLOCK_ROWS) // mask_repeats).to(tl.int64)
+        mask_ptr += sample * aligned(mask_segment_stride, ALIGN)
+    row_op(
+        (x_ptr, x_dot_ptr, mask_ptr),
+        ((x_segment_stride, x_row_stride, x_col_stride), (x_dot_segment_stride, x_dot_row_stride, x_dot_col_stride),
+         (mask_segment_stride if mask_repeats is None else 0, mask_row_stride, mask_col_stride)),
+        (), (), (), 0, (y_ptr, y_dot_ptr),
+        (out_segment_stride, out_row_stride, out_col_stride), (None, None, None), parts_ptr, num_splits, num_rows,
+        _log_emit if LOG else _share_emit, (_LOWEST, 0.0) if x_dot_ptr is None else (_LOWEST, 0.0, 0.0), num_cols,
+        DTYPE, AXES, TWO_LEVEL, ALIGN, ROW_ALIGN, BLOCK_ROWS, BLOCK_COLS, MODE, SUM_READS, EMIT_READS, STAGES,
+        BLOCK_SPLITS, STATS=_fwd_stats, FOLD=_fwd_fold, MERGE=_fwd_merge,
+        EPS=_LOGARITHM if LOG else (_SHARE if mask_ptr is None else _MASKED),
+        OTHER=_LOWEST, ROUNDED=y_ptr.dtype.element_ty, GROUP=GROUP, scale_low=scale_low, scale_high=scale_high,
+    )  # fmt: skip
+
+
+# Derivatives (see `rows.maps`): the sums of the pairing are those of y_bar and p * x_dot, those of the jvp of the vjp
+# are those of y_bar and of y_bar_dot.
+
+
+@triton.jit
+def pairing_terms(x, p, r, mask):
+    weighted = nothing()
+    if x[2].type.is_block():
+        weighted = exponential(x[1]) * x[2]
+    return x[0], weighted
+
+
+@triton.jit
+def pairing_emit(x, p, r, s, mask, num_cols: tl.constexpr):
+    y_bar_bar, output_bar, x_dot_bar = nothing(), nothing(), nothing()
+    if s[1].type.is_block():
+        y_bar_bar = x[2] - s[1]
+    if s[0].type.is_block():
+        share = exponential(x[1]) * s[0]
+        if x[2].type.is_block():
+            output_bar = -share * x[2]
+        if x[0].type.is_block():
+            x_dot_bar = x[0] - share
+    return y_bar_bar, output_bar, x_dot_bar
+
+
+@triton.jit
+def bwd_jvp_terms(x, p, r, mask):
+    return x[0], x[2]
+
+
+@triton.jit
+def bwd_jvp_emit(x, p, r, s, mask, num_cols: tl.constexpr):
+    if not s[0].type.is_block():
+        change = s[1]
+    elif s[1].type.is_block():
+        change = x[3] * s[0] + s[1]
+    else:
+        change = x[3] * s[0]
+    # Of `exponential`, ptxas spills 8 bytes where three tensors of float32 are swept along rows.
+    change = -tl.exp(x[1]) * change
+    return (x[2] + change if x[2].type.is_block() else change,)
