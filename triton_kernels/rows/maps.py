@@ -144,7 +144,7 @@ class RowMapKernels(NamedTuple):
     forward: tuple[Kernel, Part, Part] | None = None
 
     def launchers(self, module: str) -> list[Callable[..., Any]]:
-        """`<op>_jvp`, `_bwd`, `_pairing` and `_bwd_jvp` of the `module` of an op, by position, of its primitives' arguments.
+        """`<op>_jvp`, `_bwd`, `_pairing` and `_bwd_jvp` of the op of `module`, by position, of primitives' arguments.
 
         Behind them come `_fwd` and `_fwd_jvp`, of results in the dtype of x, if there is a `forward`.
 
