@@ -3,7 +3,6 @@
 import functools
 import inspect
 import re
-import runpy
 from pathlib import Path
 
 import pytest
@@ -105,24 +104,17 @@ def test_the_readme_is_short():
     assert len(README.split()) <= 500
 
 
-def test_the_example_shows_the_error_of_torch_and_none_repaired(tmp_path, capsys, monkeypatch):
-    example, compiled = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
-    script = tmp_path / "example.py"
-    script.write_text(example, encoding="utf-8")
+def test_the_example_prints_what_it_says(capsys, monkeypatch):
+    (example,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    monkeypatch.setattr(primitives, "compile", functools.partial(primitives.compile, backend="eager"))
+    names = {}
     try:
         with torch.random.fork_rng():
-            names = runpy.run_path(str(script))
-            monkeypatch.setattr(primitives, "compile", functools.partial(primitives.compile, backend="eager"))
-            exec(compiled, names)
+            exec(compile(example, "README.md", "exec"), names)
     finally:
         primitives.repair_torch().undo()
-    printed, says = capsys.readouterr().out, "\n".join(re.findall(r"# (.*)", example))
-    (wrong, right), (said_wrong, said_right) = (
-        re.fullmatch(r"torch: (\d+)% off\nrepaired: (\de-\d+) off\n?", text).groups() for text in (printed, says)
-    )
-    assert wrong == said_wrong
-    # The rest is the error of the difference.
-    assert float(right) < 100 * float(said_right) < 1e-6
+    assert capsys.readouterr().out.splitlines() == re.findall(r"# (.* off)$", example, flags=re.MULTILINE)
+    assert all(p.grad is not None for p in names["net"].parameters() if p.dim() > 1)
 
 
 BESIDE_TORCH = re.findall(
