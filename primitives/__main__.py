@@ -1,10 +1,13 @@
-"""`python -m primitives`: what is installed, what would run where, and a self-check of every function."""
+"""`python -m primitives`: what is installed, what would run where, and a self-check of every function; or an audit."""
 
 from __future__ import annotations
 
+import argparse
 import functools
 import importlib.util
 import inspect
+import logging
+import os
 import platform
 import sys
 from typing import TYPE_CHECKING, Any
@@ -16,7 +19,7 @@ import primitives as pr
 from primitives._core import BackendError, registered_primitives, triton_kernels_module
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from torch import Tensor
 
@@ -94,15 +97,15 @@ def _derivatives(function: Callable[[Tensor], Tensor], x: Tensor, v: Tensor) -> 
     def tangent(x: Tensor) -> Tensor:
         return torch.func.jvp(function, (x,), (v,))[1]
 
-    def slope(f: Callable[[Tensor], Tensor]) -> Tensor:
+    def differences(f: Callable[[Tensor], Tensor]) -> Tensor:
         moved = (w * (f(x + i * STEP * v) - f(x - i * STEP * v)) for i, w in WEIGHTS.items())
         return sum(moved, torch.zeros_like(f(x))) / STEP
 
     def forward(f: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-        return torch.func.jvp(f, (x,), (v,))[1], slope(f)
+        return torch.func.jvp(f, (x,), (v,))[1], differences(f)
 
     def reverse(f: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-        return (torch.func.grad(f)(x) * v).sum(), slope(f)
+        return (torch.func.grad(f)(x) * v).sum(), differences(f)
 
     with pr.use_backend("reference"):
         reference = function(x)
@@ -116,25 +119,26 @@ def _derivatives(function: Callable[[Tensor], Tensor], x: Tensor, v: Tensor) -> 
     }
 
 
-def self_check(device: str) -> dict[str, dict[str, float]]:
-    """Largest relative error of each function and derivative, in float64, on `device`.
+def self_check(device: str) -> Iterator[tuple[str, dict[str, float]]]:
+    """Each function with the largest relative errors of its derivatives, in float64, on `device`.
 
     Values are held to the reference, derivatives to central differences of what they are derivatives of.
     """
     generator = torch.Generator().manual_seed(0)
     x, v = (torch.randn(2, 4, 4, dtype=torch.float64, generator=generator).to(device) for _ in range(2))
-    errors = {}
-    with torch.random.fork_rng():
-        for name, function in public_functions().items():
+    for name, function in public_functions().items():
+        with torch.random.fork_rng():
             pairs = _derivatives(function, x, v)
-            errors[name] = {
+        yield (
+            name,
+            {
                 kind: ((got - truth).abs().max() / truth.abs().max().clamp(min=1e-3)).item()
                 for kind, (got, truth) in pairs.items()
-            }
-    return errors
+            },
+        )
 
 
-def main() -> int:
+def _check() -> int:
     """Print the report; the exit status is 1 if a self-check fails."""
     triton = importlib.util.find_spec("triton")
     version = importlib.import_module("triton").__version__ if triton else "not installed"
@@ -149,14 +153,39 @@ def main() -> int:
         if implementation.startswith("unavailable"):
             failed = True
             continue
-        errors = self_check(device)
-        kinds = list(next(iter(errors.values())))
-        print("  largest relative error, float64".ljust(34) + "".join(kind.rjust(11) for kind in kinds))
-        for name, row in errors.items():
-            print(f"  {name}".ljust(34) + "".join(f"{row[kind]:11.1e}" for kind in kinds))
+        print("  largest relative error, float64".ljust(34), end="", flush=True)
+        for i, (name, row) in enumerate(self_check(device)):
+            if not i:
+                print("".join(kind.rjust(11) for kind in row))
+            print(f"  {name}".ljust(34) + "".join(f"{error:11.1e}" for error in row.values()), flush=True)
             failed |= any(not error <= TOLERANCE for error in row.values())
     print(f"\nself-check {'FAILED' if failed else 'passed'} (limit {TOLERANCE:.0e})")
     return int(failed)
+
+
+def _audit(place: str, order: int, *, strict: bool) -> int:
+    """Print the audit of what a function `module:name` returns; the exit status is 1 if something was found."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    sys.path.insert(0, os.getcwd())
+    module, _, name = place.partition(":")
+    function, args = getattr(importlib.import_module(module), name or "main")()
+    report = pr.audit(function, args, order=order, strict=strict)
+    print(report)
+    return int(not report)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command that the arguments name."""
+    parser = argparse.ArgumentParser("python -m primitives", description="A self-check of the package, or an audit.")
+    parser.add_argument("--version", action="version", version=pr.__version__)
+    commands = parser.add_subparsers(dest="command", title="commands (without one: check)")
+    commands.add_parser("check", help="compare every function with its definition: half a minute")
+    audit = commands.add_parser("audit", help="say which derivatives of a function torch gets right")
+    audit.add_argument("place", help="`module:name` of a function that returns a function or module, and its args")
+    audit.add_argument("--order", type=int, default=2, help="how many derivatives are nested, 1 to 3")
+    audit.add_argument("--strict", action="store_true", help="compare with central differences too: minutes")
+    given = parser.parse_args(argv)
+    return _audit(given.place, given.order, strict=given.strict) if given.command == "audit" else _check()
 
 
 if __name__ == "__main__":

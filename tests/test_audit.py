@@ -10,6 +10,7 @@ from torch import nn
 
 import primitives as pr
 from perf import torch_derivatives
+from primitives.__main__ import main as command
 from primitives._audit import table
 from primitives.testing import Row
 from tests.custom_ops import NAMESPACE, Affine
@@ -264,3 +265,14 @@ def test_the_remedy_for_decomposed_operators_makes_them_right(calls):
         with pr.repair_torch():
             verdicts = torch_derivatives.verdicts_of(calls[name])
         assert set(verdicts.values()) == {"right"}, name
+
+
+def test_the_command_audits_what_a_function_returns(tmp_path, monkeypatch, capsys):
+    (tmp_path / "net_of_mine.py").write_text(
+        "import torch\ndef make():\n    return torch.nn.LayerNorm(3), (torch.randn(2, 3),)\n", encoding="utf-8"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    assert command(["audit", "net_of_mine:make"]) == 1
+    assert "remedy: pr.repair_torch()" in capsys.readouterr().out
+    assert command(["audit", "net_of_mine:make", "--order", "1"]) == 0

@@ -100,7 +100,7 @@ def test_a_new_operation_is_told_all_that_it_lacks(monkeypatch):
 
 
 def test_the_self_check_finds_every_function_right():
-    for name, errors in self_check("cpu").items():
+    for name, errors in self_check("cpu"):
         assert max(errors.values()) < TOLERANCE, (name, errors)
 
 

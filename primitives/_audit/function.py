@@ -59,8 +59,9 @@ def audit(
             or a gradient penalty.
         strict: Whether to run the function in float64 too, and to compare each nesting with central differences along
             a random direction. A nesting that is wrong is traced to the innermost module that has it wrong. This takes
-            some minutes where one call takes seconds. If an `autograd.Function` has no `setup_context`, which
-            `torch.func` refuses, `torch.autograd` nests instead, and has no `jvp(jvp)`.
+            some minutes where one call takes seconds; the logger `primitives.audit` tells its progress at level INFO.
+            If an `autograd.Function` has no `setup_context`, which `torch.func` refuses, `torch.autograd` nests
+            instead, and has no `jvp(jvp)`.
         namespace: optree namespace of custom pytree nodes.
 
     Returns:

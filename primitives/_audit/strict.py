@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     Errors = dict[str, float | Exception]
 
 __all__ = ["Call", "culprits", "errors_of"]
+
+_log = logging.getLogger("primitives.audit")
 
 # Smaller ones where larger ones cross kinks, of which a network with ReLU has many.
 _STEPS = (1e-4, 1e-6, 1e-8)
@@ -151,6 +154,7 @@ def errors_of(
     ]
     below, errors = scalar, {}
     for level in range(1, order + 1):
+        _log.info("audit: %s, derivatives of order %d", getattr(target, "__name__", type(target).__name__), level)
         truth = _settled(below, directions, xs)
         for nesting in nestings(level):
             try:
