@@ -1,33 +1,38 @@
 """Which nested derivatives of torch's own operators are right: writes the table that `primitives.audit` reads.
 
 Every operator that torch's OpInfo database reaches below autograd is differentiated along a random direction in every
-nesting of forward and reverse mode up to order 3, and compared with central differences of the nesting below: once as
-torch is, and where that is wrong or raises once more repaired, by `repair_torch`, which reads in the table what is.
+nesting of forward and reverse mode up to order 3, and compared with central differences of the nesting below, its
+values under a transform with those of plain code: as torch is, and repaired by `repair_torch`, which reads in the table
+what torch has wrong or lacks. Six calls of each operator are judged, repaired one call of those that torch has right;
+under `vmap` the first call, and each of an operator that is repaired.
 
-Run: `python -m perf.torch_derivatives`, once for each version of torch; with `--repaired` what torch alone does stays
-as the table has it. It takes about ten minutes.
+Run: `python -m perf.torch_derivatives`, once for each version of torch. It takes some twenty minutes.
 """
 
 from __future__ import annotations
 
-import argparse
 import csv
+import functools
 import re
 import warnings
 from collections import Counter, defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.nn.functional import fold, group_norm, scaled_dot_product_attention, unfold
+from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 import primitives as pr
 from primitives._audit.nestings import STEP, difference, nested, nested_by_autograd, nestings, perturbed_sum
 from primitives._audit.table import MAX_ORDER, RIGHT_SIDE, forget_table, name_of, read_table, table_path
+from primitives._repair.kernels import repairs
+from primitives._repair.nodes import backward_operators
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 
     from torch import Tensor
     from torch._ops import OpOverload
@@ -41,6 +46,7 @@ _DTYPES = (torch.float64, torch.complex128)
 # Whose result is one of many: eigenvectors have any phase.
 AMBIGUOUS = ("aten.linalg_eig.default",)
 SEVERITY = ("right", "raises", "wrong")
+_TORCHS = ThreadPoolExecutor(1)
 
 
 def _as_real(x: Any) -> Any:
@@ -183,8 +189,60 @@ def _symmetric(call: Call) -> Call:
     return call._replace(values=values)
 
 
-def judged(call: Call, moving: Sequence[int], *, is_part: bool = False) -> dict[str, str] | None:
-    """Of each nesting whether a call is `"right"`, `"wrong"` or `"raises"`; None if its first derivative is neither."""
+def _by_torch(function: Callable[..., Any], *args: Any) -> Any:
+    """What a function returns where nothing is repaired: `with repair_torch()` is of one thread."""
+    return _TORCHS.submit(function, *args).result()
+
+
+def _error(
+    ways: Sequence[Callable[..., Any]],
+    function: Callable[..., Tensor],
+    directions: Sequence[Tensor],
+    nesting: str,
+    xs: Sequence[Tensor],
+    truth: float,
+) -> float | None:
+    """How far the ways to take a nested derivative are off at most; None if one raises."""
+    try:
+        found = [abs(way(function, directions, nesting)(*xs).item() - truth) for way in ways]
+    except (RuntimeError, NotImplementedError, IndexError, ValueError):
+        return None
+    return max(found, key=lambda error: (error != error, error))
+
+
+def _verdict(error: float | None, allowed: float) -> str:
+    return "raises" if error is None else "right" if error <= allowed else "wrong"
+
+
+def _has_value(call: Call, xs: Sequence[Tensor], directions: Sequence[Tensor], mode: str, expected: Any) -> bool:
+    """Whether the outputs of a call that is differentiated are those of the plain call, where it does not raise."""
+
+    def outputs(*xs: Tensor) -> tuple[Tensor, list[Tensor]]:
+        found = [y for y in call(*xs) if isinstance(y, torch.Tensor)]
+        return perturbed_sum([y for y in found if y.is_floating_point()]), found
+
+    try:
+        if mode == "f":
+            *_, found = torch.func.jvp(outputs, tuple(xs), tuple(directions), has_aux=True)
+        else:
+            *_, found = torch.func.vjp(outputs, *xs, has_aux=True)
+    except (RuntimeError, NotImplementedError):
+        return True
+    try:
+        assert_close(found, [y for y in expected if isinstance(y, torch.Tensor)], equal_nan=True, check_stride=False)
+    except AssertionError:
+        return False
+    return True
+
+
+def judged(
+    call: Call, moving: Sequence[int], *, under_vmap: bool = False, is_part: bool = False
+) -> dict[str, str] | None:
+    """Of each nesting whether a call is `"right"`, `"wrong"` or `"raises"`; None if it has no first derivative.
+
+    The truth is torch's plain value, and what differences say of the nesting below. Of nestings under `vmap`, in
+    capitals, those count that are silently wrong where the nesting is right without.
+    """
     generator = torch.Generator().manual_seed(0)
     xs = [_as_real(call.values[n]) for n in call.positions]
     random = [torch.randn(x.shape, dtype=x.dtype, generator=generator) for x in xs]
@@ -195,34 +253,37 @@ def judged(call: Call, moving: Sequence[int], *, is_part: bool = False) -> dict[
         return perturbed_sum([outputs[n] for n in moving])
 
     function, verdicts, tolerance = below, {}, TOLERANCE
+    expected = _by_torch(call, *xs)
     for order in range(1, MAX_ORDER + 1):
         truth, by_wider = (difference(below, directions, step)(*xs).item() for step in (STEP, 2 * STEP))
         allowed = tolerance * max(abs(truth), abs(function(*xs).item()), 1e-3)
-        if abs(by_wider - truth) > allowed:
-            # The call is too near to where its derivatives grow without bound.
+        if not abs(by_wider - truth) <= allowed or (order == 1 and is_part and truth == 0.0):
+            # The call is too near to where its derivatives grow without bound, or this part is constant.
             return None
         errors = {}
         for nesting in nestings(order):
             # Plain reverse mode takes another way through the repair.
             ways = [nested, nested_by_autograd] if "f" not in nesting else [nested]
-            try:
-                found = [abs(way(function, directions, nesting)(*xs).item() - truth) for way in ways]
-                verdicts[nesting] = "right" if all(error <= allowed for error in found) else "wrong"
-                errors[nesting] = max(found)
-            except (RuntimeError, NotImplementedError, IndexError, ValueError):
-                verdicts[nesting] = "raises"
+            errors[nesting] = _error(ways, function, directions, nesting, xs, truth)
+            verdicts[nesting] = _verdict(errors[nesting], allowed)
+            if order == 1 and not _has_value(call, xs, directions, nesting, expected):
+                verdicts[nesting] = "wrong"
+            elif under_vmap and verdicts[nesting] == "right":
+                batched = _error([nested], function, directions, nesting.upper(), xs, truth)
+                verdicts.update({nesting.upper(): "wrong"} if _verdict(batched, allowed) == "wrong" else {})
+        if order == 1 and "wrong" in verdicts.values() and verdicts["r"] != "right":
+            torchs = _by_torch(_error, [nested_by_autograd], function, directions, "r", xs, truth)
+            if torchs == errors["r"] or (None not in (torchs, errors["r"]) and abs(torchs - errors["r"]) <= allowed):
+                # There it has no derivative, or reads less of its arguments than it is given.
+                return None
         # That of the least error, which a small mistake may lie below.
-        right = min((n for n in errors if verdicts[n] == "right"), key=errors.__getitem__, default=None)
-        has_none = "wrong" in verdicts.values() and verdicts["r"] != "right"
-        if order == 1 and (has_none or (is_part and truth == 0.0)):
-            # There it has no derivative, reads less of its arguments than it is given, or this part is constant.
-            return None
+        right = min((n for n in errors if verdicts[n] == "right"), key=lambda n: errors[n] or 0.0, default=None)
         tolerance = TOLERANCE if right else LOOSE_TOLERANCE
         below = nested(function, directions, right) if right else difference(below, directions, 1e-3)
     return verdicts
 
 
-def verdicts_of(calls: Sequence[Call]) -> dict[str, str] | None:
+def verdicts_of(calls: Sequence[Call], most: int = JUDGED, *, under_vmap: bool = True) -> dict[str, str] | None:
     """The verdict on each nesting for all calls; None if none could be judged.
 
     One call that is silently wrong makes a nesting wrong. A call that raises tells by itself: the first of them, which
@@ -231,28 +292,36 @@ def verdicts_of(calls: Sequence[Call]) -> dict[str, str] | None:
     first, found = calls[0], []
     alone = [first._replace(positions=[n]) for n in first.positions] if first.positions[1:] else []
     for call, moving in filter(None, map(_differentiable, [first, *alone, *calls[1:]])):
-        if len(found) == JUDGED:
+        if len(found) == most:
             break
+        judge = functools.partial(judged, under_vmap=under_vmap or not found)
         # Statistics beside a result are seldom differentiated: what holds for the result alone counts.
         judgments = []
         for like in (call, _symmetric(call)):
             if not any(judgments):
-                judgments = [judged(like, moving), judged(like, moving[:1], is_part=True) if moving[1:] else None]
+                judgments = [judge(like, moving), judge(like, moving[:1], is_part=True) if moving[1:] else None]
         known = [judgment for judgment in judgments if judgment is not None]
         if known:
-            found.append({nesting: min((v[nesting] for v in known), key=SEVERITY.index) for nesting in known[0]})
-    verdicts = {}
-    for nesting in found[0] if found else ():
-        counts = Counter(judgment[nesting] for judgment in found)
-        raises = found[0][nesting] == "raises" or 2 * counts["raises"] >= len(found)
-        verdicts[nesting] = "wrong" if counts["wrong"] else "raises" if raises else "right"
+            words = {nesting for judgment in known for nesting in judgment}
+            found.append({n: min((v.get(n, "right") for v in known), key=SEVERITY.index) for n in words})
+    verdicts: dict[str, str] = {}
+    words = {nesting for judgment in found for nesting in judgment}
+    for nesting in sorted(words, key=lambda word: (word.isupper(), len(word), word)):
+        counts = Counter(judgment.get(nesting, "right") for judgment in found)
+        raises = found[0].get(nesting) == "raises" or 2 * counts["raises"] >= len(found)
+        if verdicts.get(nesting.lower(), "right") == "right":
+            verdicts[nesting] = "wrong" if counts["wrong"] else "raises" if raises else "right"
     return verdicts or None
 
 
-def _measured(calls: dict[str, list[Call]]) -> Iterator[tuple[str, dict[str, str]]]:
+def _measured(
+    calls: dict[str, list[Call]], touched: Container[str] | None = None
+) -> Iterator[tuple[str, dict[str, str]]]:
     """Names of operators, and the nestings of each that are silently wrong and that raise."""
     for name, of_name in calls.items():
-        verdicts = None if name in AMBIGUOUS else verdicts_of(of_name)
+        is_touched = touched is not None and of_name[0].operator.name() in touched
+        most = JUDGED if touched is None or is_touched else 1
+        verdicts = None if name in AMBIGUOUS else verdicts_of(of_name, most, under_vmap=is_touched)
         if verdicts is not None:
             kinds = {kind: " ".join(n for n, v in verdicts.items() if v == kind) for kind in ("wrong", "raises")}
             print(name, *kinds.values(), sep=" | ", flush=True)
@@ -275,26 +344,23 @@ def counts(rows: Sequence[dict[str, str]]) -> Iterator[tuple[str, int, int, int,
         yield who, len(rows), wrong, early, len(raising)
 
 
-def main(*, repaired: bool = False) -> None:
-    """Write the table: of torch and of torch repaired, or of the latter anew."""
+def main() -> None:
+    """Write the table: of torch, and of torch repaired."""
     from torch.testing._internal.common_methods_invocations import op_db
 
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
     calls = recorded(op_db)
-    if repaired:
-        rows = {row.pop("operator"): row for row in read_table()}
-    else:
-        rows = dict(_measured(calls))
-        _write(rows)
-        # The repair reads it.
-        forget_table()
-    # The repair leaves operators alone that torch has right.
-    touched = {name.partition(" ")[0] for name, row in rows.items() if row["wrong"] or row["raises"]}
-    for row in rows.values():
-        row.update(repaired_wrong=row["wrong"], repaired_raises=row["raises"])
+    rows = dict(_measured(calls))
+    for repaired in ("repaired_wrong", "repaired_raises"):
+        for row in rows.values():
+            row[repaired] = ""
+    _write(rows)
+    # The repair reads it.
+    forget_table()
     with pr.repair_torch():
-        for name, kinds in _measured({name: calls[name] for name in rows if name.partition(" ")[0] in touched}):
+        touched = {*repairs(), *backward_operators()}
+        for name, kinds in _measured({name: calls[name] for name in rows}, touched):
             rows[name].update({f"repaired_{kind}": nestings for kind, nestings in kinds.items()})
     _write(rows)
     for who, total, wrong, early, raising in counts(read_table()):
@@ -302,6 +368,4 @@ def main(*, repaired: bool = False) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repaired", action="store_true", help="judge torch repaired alone")
-    main(repaired=parser.parse_args().repaired)
+    main()

@@ -7,13 +7,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.testing._internal.common_methods_invocations import op_db
 
 import primitives as pr
 from perf import torch_derivatives
 from primitives.__main__ import main as command
 from primitives._audit import table
+from primitives._core.decomposition import decomposition_table
 from primitives.testing import Row
 from tests.custom_ops import NAMESPACE, Affine
+
+# Of operators without a batching rule.
+slow_batches = pytest.mark.filterwarnings("ignore:There is a performance drop")
 
 
 def found(report):
@@ -251,6 +256,7 @@ RIGHT_THROUGH_DECOMPOSITIONS = (
 )
 
 
+@slow_batches
 def test_the_table_says_what_torch_does(calls):
     assert set(calls) >= set(RIGHT_THROUGH_DECOMPOSITIONS)
     for name, of_name in calls.items():
@@ -260,6 +266,7 @@ def test_the_table_says_what_torch_does(calls):
             assert table.verdict_of(name) == (wrong, raises), name
 
 
+@slow_batches
 def test_the_remedy_for_decomposed_operators_makes_them_right(calls):
     for name in RIGHT_THROUGH_DECOMPOSITIONS:
         with pr.repair_torch():
@@ -276,3 +283,37 @@ def test_the_command_audits_what_a_function_returns(tmp_path, monkeypatch, capsy
     assert command(["audit", "net_of_mine:make"]) == 1
     assert "remedy: pr.repair_torch()" in capsys.readouterr().out
     assert command(["audit", "net_of_mine:make", "--order", "1"]) == 0
+
+
+@slow_batches
+def test_the_judge_knows_what_is_right_alone_and_wrong_under_vmap():
+    norms = torch_derivatives.recorded([op for op in op_db if op.name == "native_layer_norm"])
+    of_name = norms["aten.native_layer_norm.default"]
+    wrong = {nesting for nesting, verdict in torch_derivatives.verdicts_of(of_name, 1).items() if verdict == "wrong"}
+    # torch.func.hessian, and jacrev(jacrev).
+    assert {"FR", "RR"} <= wrong
+    assert not {"fr", "rr", "FF"} & wrong
+    with pr.repair_torch():
+        assert set(torch_derivatives.verdicts_of(of_name, 1).values()) == {"right"}
+
+
+PLANTED = {
+    "another value": (lambda y: y + 1e-3, {"f", "r"}),
+    "another derivative": (lambda y: 2 * y - y.detach(), {"f", "r", "ff", "rr", "rrr"}),
+}
+
+
+@slow_batches
+@pytest.mark.parametrize("fault", PLANTED)
+def test_the_judge_sees_a_fault_of_a_formula(calls, monkeypatch, fault):
+    plant, least = PLANTED[fault]
+    formula = decomposition_table[torch.ops.aten.sinc.default]
+    monkeypatch.setitem(decomposition_table, torch.ops.aten.sinc.default, lambda x: plant(formula(x)))
+    pr.repair_torch().undo()
+    try:
+        with pr.repair_torch():
+            verdicts = torch_derivatives.verdicts_of(calls["aten.sinc.default zeros"])
+    finally:
+        # Kernels are made anew, of the formula that is right.
+        pr.repair_torch().undo()
+    assert {nesting for nesting, verdict in verdicts.items() if verdict == "wrong"} >= least

@@ -10,6 +10,7 @@ from torch.testing import assert_close
 
 import primitives as pr
 from perf.ops import CASES
+from primitives._audit.nestings import nested, nestings
 from primitives.ops.norms.layer_norm import layer_norm_p
 from primitives.ops.softmax.log_softmax import log_softmax_p
 from primitives.ops.softmax.softmax import softmax_p
@@ -126,3 +127,23 @@ def test_attention_sums_in_its_own_dtype_inside_autocast(backend):
         inside = derivatives()
     for found, expected in zip(inside, derivatives(), strict=True):
         assert torch.equal(found, expected)
+
+
+LINEAR_ALGEBRA = {
+    "det": lambda a: torch.linalg.det(a),
+    "slogdet": lambda a: torch.linalg.slogdet(a)[1],
+    "solve": lambda a: torch.linalg.solve(a, a[0]).sum(),
+    "cholesky_solve": lambda a: torch.cholesky_solve(a[:2].mT, a.tril()).sum(),
+    "ormqr": lambda a: torch.ormqr(a, a[0], a[:2].mT).sum(),
+}
+
+
+@pytest.mark.parametrize("name", LINEAR_ALGEBRA)
+def test_formulas_of_linear_algebra_are_not_rounded(name):
+    f, a = LINEAR_ALGEBRA[name], torch.eye(4) + data(torch.float32)[:4] / 4
+    with pr.repair_torch():
+        for nesting in ("r", *nestings(2)):
+            with torch.autocast("cpu", torch.bfloat16):
+                found = nested(f, [a], nesting)(a)
+            assert found.dtype == torch.float32
+            assert_close(found, nested(f, [a.double()], nesting)(a.double()).float(), rtol=1e-5, atol=1e-5)

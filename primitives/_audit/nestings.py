@@ -6,6 +6,7 @@ can be held against each other and against differences of the nesting below.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from typing import TYPE_CHECKING, Any
 
@@ -32,13 +33,16 @@ def nestings(order: int) -> list[str]:
 
 
 def described(nesting: str) -> str:
-    """A nesting in words: `"fr"` is `"jvp(vjp)"`."""
-    names = [{"f": "jvp", "r": "vjp"}[mode] for mode in nesting]
+    """A nesting in words: `"fr"` is `"jvp(vjp)"`, and `"FR"` is `"jacfwd(jacrev)"`, which is `torch.func.hessian`."""
+    names = [{"f": "jvp", "r": "vjp", "F": "jacfwd", "R": "jacrev"}[mode] for mode in nesting]
     return "(".join(names) + ")" * (len(names) - 1)
 
 
 def nested(function: Scalar, directions: Sequence[Tensor], nesting: str) -> Scalar:
-    """The derivative of a scalar function along `directions`, one for each argument, by a nesting of modes."""
+    """The derivative of a scalar function along `directions`, one for each argument, by a nesting of modes.
+
+    Modes in capitals run under `vmap`, by which `torch.func.jacfwd` and `jacrev` take all directions at once.
+    """
     numbers = tuple(range(len(directions)))
 
     def forward(inner: Scalar) -> Scalar:
@@ -51,8 +55,21 @@ def nested(function: Scalar, directions: Sequence[Tensor], nesting: str) -> Scal
 
         return derivative
 
+    def under_vmap(jacobian: Callable[..., Scalar], inner: Scalar) -> Scalar:
+        def derivative(*xs: Tensor) -> Tensor:
+            line = jacobian(lambda t: inner(*[x + t * v for x, v in zip(xs, directions, strict=True)]))
+            return line(xs[0].new_zeros(()))
+
+        return derivative
+
+    modes = {
+        "f": forward,
+        "r": reverse,
+        "F": functools.partial(under_vmap, functools.partial(torch.func.jacfwd, randomness="same")),
+        "R": functools.partial(under_vmap, torch.func.jacrev),
+    }
     for mode in reversed(nesting):
-        function = (forward if mode == "f" else reverse)(function)
+        function = modes[mode](function)
     return function
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import _C
 from torch._C import _functorch  # type: ignore[attr-defined] - no stub
 from torch.autograd import forward_ad
+from torch.utils._pytree import tree_map_only
 
 from primitives._audit.table import is_tabled, verdicts_of
 from primitives._core import backend
@@ -36,6 +37,28 @@ __all__ = ["Repair", "forward_kernel", "inplace_kernel", "inplace_name", "repair
 
 # The half of the factor that they do not read has a gradient in torch, where it is not zero.
 _WRONG_AT_ONCE = (torch.ops.aten.cholesky_solve.default, torch.ops.aten.cholesky_inverse.default)
+
+# Formulas with products of matrices, which autocast rounds where they are differentiated, but for those in float64.
+_OF_MATRICES = (
+    *("linalg_det", "linalg_eigh", "linalg_householder", "linalg_slogdet", "linalg_solve"),
+    *("cholesky", "ormqr", "triangular_solve"),
+)
+_WIDER = {torch.float32: torch.float64, torch.complex64: torch.complex128}
+_NARROWER = {wide: narrow for narrow, wide in _WIDER.items()}
+
+
+def _has_double(args: Sequence[Any]) -> bool:
+    return any(isinstance(x, torch.Tensor) and x.dtype in _NARROWER for x in args)
+
+
+def _cast(values: Any, dtypes: dict[torch.dtype, torch.dtype]) -> Any:
+    return tree_map_only(torch.Tensor, lambda x: x.to(dtypes.get(x.dtype, x.dtype)), values)
+
+
+def _autocast_depth() -> int:
+    """How many contexts of autocast this is in."""
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()
 
 
 class Repair:
@@ -61,6 +84,7 @@ class Repair:
         self._formulas = [
             table[operator] for table in (FUSED, decomposition_table_for_jvp, decomposition_table) if operator in table
         ]
+        self._multiplies = operator._opname.removeprefix("_").startswith(_OF_MATRICES)
         names = [argument.name for argument in operator._schema.arguments]
         self.eps_at: int | None = names.index("eps") if "eps" in names else None
         self.is_wrong_at_once = operator in _WRONG_AT_ONCE
@@ -70,10 +94,14 @@ class Repair:
 
     def formula(self, *args: Any, **kwargs: Any) -> Any:
         """The outputs, or `NotImplemented` where no formula takes the arguments."""
+        # Not whether it is enabled: it is not inside operators that autocast runs in float32, and is behind them.
+        is_wide = self._multiplies and _autocast_depth() > 0 and not _has_double(args)
+        if is_wide:
+            args, kwargs = _cast((args, kwargs), _WIDER)
         for formula in self._formulas:
             outputs = formula(*args, **kwargs)
             if outputs is not NotImplemented:
-                return outputs
+                return _cast(outputs, _NARROWER) if is_wide else outputs
         return NotImplemented
 
 

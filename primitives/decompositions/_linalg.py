@@ -21,14 +21,15 @@ aten = torch.ops.aten
 _MOST_ORDERS = 4
 
 
-def _parity(pivots: Tensor) -> Tensor:
-    """1 for an even number of swapped rows, -1 for an odd one."""
+def _of_parity(product: Tensor, pivots: Tensor) -> Tensor:
+    """The product for an even number of swapped rows, minus it for an odd one."""
     swapped = pivots != torch.arange(1, pivots.shape[-1] + 1, device=pivots.device, dtype=pivots.dtype)
-    return 1 - 2 * (swapped.sum(-1) % 2)
+    # Dynamo does not trace two `jvp` of a product with the sign.
+    return torch.where(swapped.sum(-1) % 2 == 1, -product, product)
 
 
 def _det(factors: Tensor, pivots: Tensor) -> Tensor:
-    return factors.diagonal(dim1=-2, dim2=-1).prod(-1) * _parity(pivots)
+    return _of_parity(factors.diagonal(dim1=-2, dim2=-1).prod(-1), pivots)
 
 
 @register_decomposition(aten._linalg_det)
@@ -69,7 +70,7 @@ def linalg_slogdet_factored(A: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Sign of the determinant of matrices `[*, n, n]`, logarithm of its size, and their factors."""
     factors, pivots, _ = torch.linalg.lu_factor_ex(A)
     diagonal = factors.diagonal(dim1=-2, dim2=-1)
-    return diagonal.sgn().prod(-1) * _parity(pivots), diagonal.abs().log().sum(-1), factors, pivots
+    return _of_parity(diagonal.sgn().prod(-1), pivots), diagonal.abs().log().sum(-1), factors, pivots
 
 
 @register_decomposition([aten.linalg_slogdet, aten.slogdet])

@@ -31,10 +31,10 @@ def mse_loss(self: Tensor, target: Tensor, reduction: int = REDUCTION_MEAN) -> T
 @register_decomposition(aten.huber_loss)
 def huber_loss(self: Tensor, target: Tensor, reduction: int = REDUCTION_MEAN, delta: float = 1.0) -> Tensor:
     """Half the squared error where that is at most `delta`, and linear beyond; torch's backward has no jvp."""
-    # By the error and not its size, whose second derivative at 0 is lost.
     error = self - target
-    size = error.abs()
-    return _reduced(torch.where(size <= delta, 0.5 * error.square(), delta * (size - 0.5 * delta)), reduction)
+    # `e**2 / 2` within, `delta * (|e| - delta / 2)` beyond. Dynamo does not trace two `jvp` of a choice of these.
+    clipped = error.clamp(-delta, delta)
+    return _reduced(clipped * (error - 0.5 * clipped), reduction)
 
 
 @register_decomposition(aten.soft_margin_loss)

@@ -10,6 +10,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from torch.func import jvp
+from torch.nn.parallel import DistributedDataParallel
 
 import primitives as pr
 from tests.distributed.processes import check_in_processes
@@ -206,6 +208,37 @@ def check_models(rank, world):
         assert_close(ours, theirs)
 
 
+class Step(nn.Module):
+    """A network and its derivative along x; the gradient of the latter is wrong in torch, by the layer norm."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(D, D), norm, nn.Linear(D, 1))
+
+    def forward(self, x):
+        y, y_dot = jvp(self.net, (x,), (x,))
+        return y + y_dot
+
+
+def check_torch_repaired(rank, world):
+    mesh, a = init_device_mesh("cpu", (world,)), arguments()
+    x, x_dot = torch.randn(2, N, C, D, dtype=torch.float64)
+    ours, rows = Step(pr.nn.LayerNorm(D)).double(), torch.randn(4, D, dtype=torch.float64)
+    theirs = Step(nn.LayerNorm(D)).double()
+    theirs.load_state_dict(ours.state_dict())
+    expected = gradients(ours, ours(rows).square().mean())
+    wrappers = {"DDP": DistributedDataParallel, "FSDP2": lambda net: fully_shard(net, mesh=mesh)}
+    with pr.repair_torch():
+        check_case(
+            mesh, lambda x, a: nn.functional.layer_norm(x, (D,), a["by_column"]), a, x, x_dot, [Shard(0)], sends=True
+        )
+        for name, wrap in wrappers.items():
+            net = wrap(copy.deepcopy(theirs))
+            found = gradients(net, net(rows.tensor_split(world)[rank]).square().mean())
+            for gradient_found, truth in zip(found, expected, strict=True):
+                assert_close(gradient_found, truth, order=2, what=name)
+
+
 def check_all(rank, world):
     check_others(rank, world)
     check_models(rank, world)
@@ -213,3 +246,7 @@ def check_all(rank, world):
 
 def test_modules_and_models_of_dtensors():
     check_in_processes(check_all)
+
+
+def test_repaired_torch_under_ddp_fsdp2_and_dtensors():
+    check_in_processes(check_torch_repaired)
