@@ -15,7 +15,11 @@ DOCS = Path(__file__).resolve().parent.parent / "docs" / "perf"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one of the commands and return the exit status."""
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options, rest = parser.parse_known_args(arguments)
+    options.rest = rest
+    if rest and options.command is not _run:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
         return options.command(options)
     except ModuleNotFoundError as error:
@@ -36,13 +40,7 @@ def _parser() -> argparse.ArgumentParser:
         made.set_defaults(command=function)
         return made.add_argument
 
-    add = command(_run)
-    add("--device", choices=("cpu", "cuda"), help="default: cuda where torch sees a GPU")
-    add("--quick", action="store_true", help="few workloads")
-    add("--only", nargs="+", default=[], metavar="WORDS", help="workloads whose key contains one of these")
-    add("--modes", nargs="+", default=[], metavar="MODE", help="only these modes")
-    add("--providers", nargs="+", default=[], metavar="NAME", help="only these providers")
-    add("--out", type=Path, default=Path("perf_output/result.json"), help="(default: %(default)s)")
+    command(_run)
     add = command(_report)
     add("results", nargs="+", type=Path, help="result files, of one device each")
     add("--out", type=Path, default=DOCS, help="directory (default: docs/perf)")
@@ -65,33 +63,19 @@ def _eager(_options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    """Measure."""
+    """Measure, by pytest and a worker for each GPU: -k WORDS, --quick, --device, --providers, --result FILE."""
+    import pytest
     import torch
 
-    from perf.suite.plan import Options
-    from perf.suite.report import print_summary
-    from perf.suite.results import OK, write_json
-    from perf.suite.run import run
-
-    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    path: Path = options.out
-    if path.is_dir():
-        raise ValueError(f"--out must name a file, got the directory {path}.")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    result = run(Options(device, options.quick, tuple(options.only), tuple(options.modes), tuple(options.providers)))
-    print_summary(result)
-    statuses = {row["status"] for row in result["rows"] if row["provider"] == "primitives"}
-    if OK not in statuses:
-        path = path.with_name(f"{path.stem}.failed.json")
-        print(f"No row of this package is right: {options.out} is left as it was.")
-    write_json(path, result)
-    print(f"Written to {path}.")
-    return 0 if statuses == {OK} else 1
+    workers = torch.cuda.device_count() or 1
+    # One unit at a time goes to a worker, in the order of the plan; one that dies is replaced.
+    spread = ["-n", str(workers), "--dist", "load", "--maxschedchunk", "1", "--max-worker-restart", "1000"]
+    return pytest.main([str(Path(__file__).parent / "test_bench.py"), *spread, *options.rest])
 
 
 def _report(options: argparse.Namespace) -> int:
-    """Write tables and plots."""
-    from perf.suite.report import write_report
+    """Write the page of results."""
+    from perf.results import write_report
 
     for path in options.results:
         print(f"Written to {write_report(path, options.out)}.")
@@ -100,8 +84,7 @@ def _report(options: argparse.Namespace) -> int:
 
 def _compare(options: argparse.Namespace) -> int:
     """Find what became slower, broke, or is gone."""
-    from perf.suite.compare import compare
-    from perf.suite.results import load
+    from perf.results import compare, load
 
     text, failed = compare(load(options.before), load(options.after))
     print(text)

@@ -1,20 +1,17 @@
 """`torch.library.custom_op` and `primitives.custom_op` with the same operator, run side by side.
 
 Every cell is executed: values are compared with those of plain torch in float64, and an error about a mistake in a rule
-has to name the operator, the argument and the file of the rule. `--overhead` measures the cost of a call instead, on
-tensors so small that the time is the front end's: the sides take turns, and the median of the ratios is reported.
+has to name the operator, the argument and the file of the rule.
 
-Run: `python -m perf.custom_ops > docs/reference/beside_torch_library.md`, or with `--overhead`. The exit status is 1 if
-this package fails a row or misses a limit.
+Run: `python -m perf.custom_ops > docs/reference/beside_torch_library.md`. The exit status is 1 if this package
+fails a row.
 """
 
 from __future__ import annotations
 
-import argparse
 import inspect
 import logging
 import sys
-import time
 import warnings
 from collections import Counter
 from functools import partial
@@ -24,15 +21,12 @@ import optree
 import torch
 from torch.autograd import forward_ad
 from torch.func import grad, hessian, jvp, vmap
-from torch.utils.benchmark import Timer
 from torch.utils.checkpoint import checkpoint
 
 import primitives as pr
-from perf.suite.timing import interleave, spread
-from primitives._core import Primitive
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from torch import Tensor
 
@@ -50,7 +44,6 @@ RIGHT, WRONG, RAISES = "right", "wrong", "raises"
 TOLERANCE = 1e-8
 # Of an error's text in the table.
 MAX_TEXT = 70
-CALLS_PER_ROUND, WARM_UP_ROUNDS, ROUNDS = 300, 5, 30
 # Where operators are called, and with what weights or tangents.
 POINT, DIRECTION = torch.tensor([[0.5, -1.0, 2.0], [1.5, 0.3, -0.7]], dtype=torch.float64)
 POINTS = torch.stack([POINT, 2 * POINT])
@@ -279,61 +272,8 @@ def measure() -> list[tuple[str, tuple[str, str], tuple[str, str]]]:
         logging.disable(logging.NOTSET)
 
 
-# The cost of a call.
-
-scale_p = Primitive("scale_p", "(Tensor x, Tensor weight) -> Tensor y", residuals=("x", "weight"), namespace=NAMESPACE)
-scale_p.def_reference(_scale)
-
-
-@scale_p.def_vjp
-def _scale_vjp(residuals: Any, cotangents: Any, wanted: Any) -> dict[str, Tensor]:
-    return dict(zip(("x", "weight"), _scale_backward(residuals, cotangents.y), strict=True))
-
-
-def comparisons() -> Iterator[tuple[str, Callable[[], object], Callable[[], object], float]]:
-    """The name of the comparison, the side in question, that of `torch.library`, and the most that the ratio may be."""
-    plain, tracked = ([torch.ones(8, requires_grad=grads) for _ in range(2)] for grads in (False, True))
-
-    def backward(op: Callable) -> None:
-        torch.autograd.grad(op(*tracked), tracked, plain[0])
-
-    library = getattr(torch.ops, NAMESPACE).library_scale.default
-    for name, ours, theirs in (
-        ("primitive", scale_p.overload, library),
-        ("custom_op, one output", SCALE.here, SCALE.library),
-    ):
-        yield f"{name}: call without grad", partial(ours, *plain), partial(theirs, *plain), 1.1
-        yield f"{name}: call with grad", partial(ours, *tracked), partial(theirs, *tracked), 1.0
-        yield f"{name}: forward + backward", partial(backward, ours), partial(backward, theirs), 1.0
-
-
-def measure_overhead(rounds: int) -> dict[str, Any]:
-    """Torch's version, and for each comparison the ratio, its quantiles and limit, and the microseconds of both."""
-    torch.set_num_threads(1)
-    modes = {}
-    for name, ours, theirs, limit in comparisons():
-        # Processor time of this process: what other processes do on the machine does not count.
-        timers = [Timer("call()", globals={"call": call}, timer=time.process_time) for call in (ours, theirs)]
-        samplers = {str(i): lambda timer=timer: timer.timeit(CALLS_PER_ROUND).mean for i, timer in enumerate(timers)}
-        interleave(samplers, 0.0, WARM_UP_ROUNDS)
-        samples = interleave(samplers, 0.0, rounds, rounds)
-        ratio = spread([a / b for a, b in zip(*samples.values(), strict=True)])
-        modes[name] = {"ratio": ratio["median"], "ratio_p20": ratio["p20"], "ratio_p80": ratio["p80"], "limit": limit}
-        ours_us, theirs_us = (spread(taken, 1e6)["median"] for taken in samples.values())
-        modes[name] |= {"ours_us": ours_us, "theirs_us": theirs_us}
-    return {"torch": str(torch.__version__), "modes": modes}
-
-
 def main() -> int:
-    """Print the page of the table, or the overhead, and return the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--overhead", action="store_true", help="measure the cost of a call")
-    if parser.parse_args().overhead:
-        modes = measure_overhead(ROUNDS)["modes"]
-        for name, r in modes.items():
-            spread_of_ratio = f"p20 {r['ratio_p20']:.2f}, p80 {r['ratio_p80']:.2f}, limit {r['limit']:.1f}"
-            print(f"{name:<45} {r['ratio']:.2f} ({spread_of_ratio})  {r['ours_us']:.1f} us / {r['theirs_us']:.1f} us")
-        return int(any(r["ratio"] > r["limit"] for r in modes.values()))
+    """Print the page of the table, and return the exit status."""
     rows = measure()
     print(PAGE.format(version=torch.__version__.split("+")[0]))
     for name, *outcomes in rows:

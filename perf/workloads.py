@@ -1,4 +1,4 @@
-"""The workloads and providers of the suite: named workloads, shapes at which models call operations, by the records.
+"""The workloads and providers of the bench: named workloads, shapes at which models call operations, by the records.
 
 The table of machine code has their kernels. A shape is added to the record of its op (`perf.ops`).
 """
@@ -6,26 +6,32 @@ The table of machine code has their kernels. A shape is added to the record of i
 from __future__ import annotations
 
 import itertools
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from perf.ops import CASES
 from perf.ops.cross_entropy import LINEAR_CROSS_ENTROPY
 from perf.ops.workload import MODES
 
-# Those that the suite measures, and of these what has no kernels of its own.
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from perf.ops.workload import Workload
+
+# What has no kernels of its own, and is measured beside the others.
 COMPOSED = (LINEAR_CROSS_ENTROPY,)
-COMPOSED_OPS = tuple(case.name for case in COMPOSED)
-OPS = (*(case.name for case in CASES if case.gpu_workloads), *COMPOSED_OPS)
-# Ops whose statistics belong to channels, in dim 1.
-CHANNEL_OPS = tuple(case.name for case in CASES if case.has_channels)
-# Bound by products of matrices, where the others are bound by memory.
-MATMUL_OPS = tuple(case.name for case in CASES if case.products)
 BASIC_MODES = MODES[:2]
-TRAINING = MODES[-1]
-CPU_MODES = ("forward", "forward_backward", "jvp", "hvp", TRAINING)
-# Who is measured; `perf.suite.providers` defines what each does.
+CPU_MODES = ("forward", "forward_backward", "jvp", "hvp")
+# Who is measured; `perf/test_bench.py` defines what each does.
 OURS, EAGER, COMPILED, TUNED = "primitives", "torch", "torch.compile", "torch.compile max-autotune"
-LIBRARIES = ("liger", "flash-attn", "apex")
+# Module and call of each library's layer norm, which is what is measured of them.
+LIBRARIES: dict[str, tuple[str, Callable[..., Any]]] = {
+    "liger": ("liger_kernel.transformers.functional", lambda m, x, w, b, eps: m.liger_layer_norm(x, w, b, eps)),
+    "flash-attn": ("flash_attn.ops.triton.layer_norm", lambda m, x, w, b, eps: m.layer_norm_fn(x, w, b, eps=eps)),
+    "apex": (
+        "apex.normalization.fused_layer_norm",
+        lambda m, x, w, b, eps: m.fused_layer_norm_affine(x, w, b, x.shape[-1:], eps),
+    ),
+}
 # Torch's attention kept to one of its backends, by the name of `torch.nn.attention.SDPBackend`; eager torch chooses.
 MATH = "SDPA math"
 SDPA_BACKENDS = {
@@ -47,7 +53,6 @@ class TrainingWorkload(NamedTuple):
     model: str
     sizes: dict[str, int]
     batch: int
-    quick: bool = False
 
     @property
     def key(self) -> str:
@@ -58,15 +63,30 @@ class TrainingWorkload(NamedTuple):
 
 _BY_OP = itertools.zip_longest(*(case.gpu_workloads for case in CASES))
 GPU_WORKLOADS = tuple(w for workloads in _BY_OP for w in workloads if w is not None)
-COMPOSED_WORKLOADS = tuple(w for case in COMPOSED for w in case.gpu_workloads)
 # First derivatives of bfloat16 stand for autocast on CPU.
 CPU_WORKLOADS = tuple(w for case in (*CASES, *COMPOSED) for w in case.cpu_workloads)
+
+
+def units(device: str, *, quick: bool = False, every_mode: bool = False) -> list[tuple[Workload, str]]:
+    """Workloads and modes of a run, in an order that may be ended early: the quick ones stand for the rest."""
+    on_gpu = (*GPU_WORKLOADS, *(w for case in COMPOSED for w in case.gpu_workloads))
+    workloads = sorted(on_gpu if device == "cuda" else CPU_WORKLOADS, key=lambda workload: not workload.quick)
+
+    def modes(workload: Workload) -> tuple[str, ...]:
+        if device == "cuda":
+            return workload.modes if every_mode or workload.quick or workload.whole else BASIC_MODES
+        # Second orders of attention, which torch's choice of a backend lacks.
+        wanted = (*CPU_MODES, *MODES[4:6]) if workload.record.products else CPU_MODES
+        return tuple(mode for mode in wanted if mode in (*workload.modes, "forward_backward"))
+
+    return [(workload, mode) for workload in workloads if workload.quick or not quick for mode in modes(workload)]
+
 
 GPU_TRAINING = (
     TrainingWorkload("base width", "VisionTransformer", {"width": 768, "num_heads": 12, "num_blocks": 4}, 1024),
     TrainingWorkload("wide", "ConvNet", {"channels": 128}, 4096),
 )
 CPU_TRAINING = (
-    TrainingWorkload("narrow", "VisionTransformer", {"width": 128, "num_heads": 4, "num_blocks": 2}, 64, True),
+    TrainingWorkload("narrow", "VisionTransformer", {"width": 128, "num_heads": 4, "num_blocks": 2}, 64),
     TrainingWorkload("narrow", "ConvNet", {"channels": 32}, 64),
 )

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from perf.calls import Call, Step
 
-# Beside the suite's own modes: the vjp of a jvp, the kernels without parameter sums, the double backward of all
+# Beside the bench's own modes: the vjp of a jvp, the kernels without parameter sums, the double backward of all
 # gradients (a Hessian-vector product in reverse), and the pairing with all that it can be asked for, as derivatives of
 # third order do.
 NORM_MODES = (*KERNEL_MODES, "backward_of_jvp", "x_only", "gradient_backward", "all_results")
@@ -47,7 +47,7 @@ def norm_calls(operands: Any, mode: str, statistics: Sequence[int] | None, *, is
         "backward": [(f"{prefix}bwd", (), first)],
         # With the value where forward mode is outermost, without it elsewhere.
         "jvp": [*fwd_jvp, (f"{prefix}jvp", (), None)],
-        # The loss of the suite is linear in y; of any other, y_bar has a tangent too.
+        # The loss of the bench is linear in y; of any other, y_bar has a tangent too.
         "hvp": [("bwd_jvp", absent, first) for absent in (("y_bar_dot",), ())],
         "x_only": [
             (f"{prefix}bwd", (), (True, False, False)),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from perf.calls import EPS, Operands, random
-from perf.ops.record import STEPS, Op
+from perf.ops.record import Op
 from perf.ops.samples import Sample, make_options, make_samples
 from perf.ops.workload import FIRST_ORDER, KERNEL_MODES, Workload, unnamed
 from primitives._core import registered_primitives
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from perf.calls import Call, Step
 
 LAYOUTS = ("contiguous", "transposed", "sliced", "expanded")
-# Beside the suite's modes: the pairing with some of its results and with all.
+# Beside the bench's modes: the pairing with some of its results and with all.
 _WANTED = {
     "double_backward": (True, True, False),
     "backward_of_jvp": (False, True, True),
@@ -152,6 +152,5 @@ def row_map(
         "modes": (*modes, *(mode for mode in _WANTED if has_second and mode not in KERNEL_MODES)),
         "options": lambda workload: {"dim": workload.dim},
         # Of one that keeps y and not x, the cotangent of y goes on to x.
-        "steps": STEPS if keeps_x else {**STEPS, "double_backward": ("double_backward", "backward")},
     }
     return Op(name, **{**given, **parts})

@@ -153,16 +153,8 @@ def _calls(workload: Workload, mode: str, is_drawn: bool, *, centered: bool = Tr
     return operands.steps(steps[mode], derived)
 
 
-def _passes(params: int, statistics: int) -> dict[str, tuple[int, int, int]]:
-    """Both summands become y and s; what is left of the cotangents of y and of s is that of both."""
-    return {
-        "forward": (4, params, statistics),
-        "backward": (4, 1 + params, statistics),
-        "jvp": (8, 2 * params, 0),
-        "forward_backward": (8, 1 + 2 * params, 2 * statistics),
-    }
-
-
+# Both summands become y and s; what is left of the cotangents of y and of s is that of both.
+_PASSES = {"forward": 4, "backward": 4, "jvp": 8, "forward_backward": 8}
 _MODES = (*FIRST_ORDER, "x_only")
 _ONE_AXIS = make_options(norm_ndim=1)
 _NOISY = make_options(norm_ndim=1, p=0.4)
@@ -217,11 +209,9 @@ ADD_LAYER_NORM = Op(
     calls=_calls,
     modes=_MODES,
     rounds_first=True,
-    passes=_passes(params=2, statistics=2),
+    passes=_PASSES,
     num_params=2,
     num_full=1,
-    result_shapes=lambda workload: (workload.shape, workload.shape),
-    has_statistics=True,
 )
 ADD_RMS_NORM = ADD_LAYER_NORM.sibling(
     "add_rms_norm",
@@ -246,6 +236,5 @@ ADD_RMS_NORM = ADD_LAYER_NORM.sibling(
     ),
     cpu_workloads=(Workload("Llama 8B", "add_rms_norm", (512, 4096), "float32", modes=FIRST_ORDER, quick=True),),
     calls=functools.partial(_calls, centered=False),
-    passes=_passes(params=1, statistics=1),
     num_params=1,
 )

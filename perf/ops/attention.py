@@ -101,6 +101,10 @@ def _true_attention(
     return o + o_lse.clamp(min=-5) if lse else o
 
 
+def _formula(q: Tensor, k: Tensor, v: Tensor, causal: bool, grouped: bool) -> Tensor:
+    return _true_attention(q, k, v, None, k.shape[-2], causal, lse=False, scale=q.shape[-1] ** -0.5)
+
+
 def _torch_attention(x: Tensor, k: Tensor, v: Tensor, bias: Any, **options: Any) -> Tensor:
     with sdpa_kernel(SDPBackend.MATH):
         return F.scaled_dot_product_attention(x, k, v, bias, is_causal=options.get("causal", False), scale=0.7)
@@ -297,17 +301,9 @@ ATTENTION = Op(
     ),
     calls=_calls,
     modes=(*ATTENTION_MODES, "all_results"),
+    formula=_formula,
     options=lambda workload: {"causal": workload.causal, "grouped": workload.key_heads > 0},
-    # Over what is of the size of q or o, of k or v, and statistics of rows; and products of matrices.
-    passes={
-        "forward": (2, 2, 1),
-        "backward": (4, 4, 1),
-        "jvp": (4, 4, 0),
-        "hvp": (5, 8, 0),
-        "double_backward": (6, 6, 1),
-        "backward_of_jvp": (8, 8, 2),
-        "forward_backward": (6, 6, 2),
-    },
+    passes={},
     products={
         "forward": 2,
         "backward": 7,
@@ -318,7 +314,6 @@ ATTENTION = Op(
         "forward_backward": 2 + 7,
     },
     num_params=2,
-    has_statistics=True,
 )
 
 # Attention by its other options, for the tests in which these can go wrong by themselves.

@@ -240,7 +240,6 @@ BATCH_NORM = Op(
     modes=(*NORM_MODES, "evaluation"),
     has_channels=True,
     num_params=2,
-    has_statistics=True,
 )
 
 BATCH_NORM_EVAL = Op(
@@ -270,5 +269,4 @@ BATCH_NORM_EVAL = Op(
     has_channels=True,
     num_params=2,
     constants=_running,
-    has_statistics=True,
 )

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 import primitives as pr
 from perf.calls import Operands, random
-from perf.ops.record import STEPS, Op
+from perf.ops.record import Op
 from perf.ops.samples import Sample, make_options, make_samples
 from perf.ops.workload import FIRST_ORDER, Workload, unnamed
 from primitives.ops.losses.cross_entropy import cross_entropy_p
@@ -41,7 +41,7 @@ def _linear_call(functional: Any, x: Tensor, weight: Tensor, target: Tensor) -> 
 
 
 def _classes_of(workload: Workload, draw: Callable[..., Tensor]) -> tuple[Tensor]:
-    """Labels that the suite draws, one a row."""
+    """Labels that the bench draws, one a row."""
     numbers = draw(workload.row_shape, torch.float32).mul_(1e4).long()
     return (numbers.remainder(workload.classes or workload.shape[workload.dim]),)
 
@@ -145,7 +145,7 @@ def _calls(workload: Workload, mode: str, is_drawn: bool) -> list[Call]:
         "hvp": [("bwd_jvp", (), None)],
         "double_backward": [("bwd_jvp", fixed, None), ("jvp", (), None)],
     }
-    # Of labels the suite's, without z-loss: a second derivative is that of a loss linear in y.
+    # Of labels the bench's, without z-loss: a second derivative is that of a loss linear in y.
     plain = {
         "backward": ("bwd", ("lse_bar",), (True, False)),
         "hvp": ("bwd_jvp", ("lse_bar", *fixed), (True, False)),
@@ -170,7 +170,7 @@ def _calls(workload: Workload, mode: str, is_drawn: bool) -> list[Call]:
 _OTHER = (
     unnamed("cross_entropy", (64, 128256), modes=FIRST_ORDER),
     unnamed("cross_entropy", (512, 512), "float64"),
-    # Its labels would be more than the suite's other rows.
+    # Its labels would be more than the bench's other rows.
     unnamed("cross_entropy", (16, 21, 512, 512), dim=1, modes=FIRST_ORDER),
 )
 _GPU = (
@@ -217,19 +217,8 @@ CROSS_ENTROPY = Op(
         Workload("rows", "cross_entropy", (6, 20), "float32", dim=1),
         Workload("inner", "cross_entropy", (4, 20, 5), "float32", dim=1),
     ),
-    # Labels are two numbers of float32; the loss and lse come out, and cotangents of the loss go in.
-    passes={
-        "forward": (1, 0, 4),
-        "backward": (2, 0, 4),
-        "jvp": (2, 0, 6),
-        "hvp": (3, 0, 4),
-        "double_backward": (3, 0, 4),
-        "forward_backward": (3, 0, 8),
-    },
-    steps={**STEPS, "double_backward": ("double_backward", "tangent")},
+    passes={"forward": 1, "backward": 2, "jvp": 2, "hvp": 3, "double_backward": 3, "forward_backward": 3},
     constants=_classes_of,
-    result_shapes=lambda workload: (workload.row_shape,),
-    has_statistics=True,
     other_workloads=_OTHER,
     resized=_RESIZED,
     calls=_calls,
@@ -259,7 +248,7 @@ SOFT_CROSS_ENTROPY = Op(
     calls=_calls,
 )
 _linear = functools.partial(Workload, op="linear_cross_entropy", modes=(*FIRST_ORDER, "hvp"))
-# It has no kernels of its own, and is tested by itself: of the suite alone, with labels.
+# It has no kernels of its own, and is tested by itself: of the bench alone, with labels.
 LINEAR_CROSS_ENTROPY = dataclasses.replace(
     CROSS_ENTROPY,
     name="linear_cross_entropy",

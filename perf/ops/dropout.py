@@ -81,5 +81,5 @@ DROPOUT = Op(
     calls=_calls,
     modes=("forward", "batched"),
     # y_bar alone gives x_bar: what is dropped is drawn anew.
-    passes={**PASSES, "backward": (2, 0, 0), "forward_backward": (4, 0, 0)},
+    passes={**PASSES, "backward": 2, "forward_backward": 4},
 )

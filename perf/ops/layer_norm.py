@@ -188,5 +188,4 @@ LAYER_NORM = Op(
     calls=row_norm_calls,
     modes=NORM_MODES,
     num_params=2,
-    has_statistics=True,
 )

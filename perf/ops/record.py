@@ -1,6 +1,6 @@
 """Records of ops: `perf.ops` has one for each, and all that asks for an op asks its record.
 
-Tests, the suite and the table of machine code take from it whatever they need to know of an op.
+Tests, the bench and the table of machine code take from it whatever they need to know of an op.
 """
 
 from __future__ import annotations
@@ -29,35 +29,8 @@ if TYPE_CHECKING:
 __all__ = ["Op"]
 
 
-def passes_of(params: int, statistics: int) -> dict[str, tuple[int, int, int]]:
-    """Passes over tensors of full size, and how many vectors of parameters and of statistics are touched, at least.
-
-    x, y_bar and x_dot are read and y, x_bar and their tangents written, beside parameters and statistics of rows.
-    """
-    return {
-        "forward": (2, params, statistics),
-        "backward": (3, 1 + params, statistics),
-        "jvp": (4, 2 * params, 0),
-        "hvp": (5, 4 * params, 0),
-        "double_backward": (5, 2, statistics),
-        "forward_backward": (5, 1 + 2 * params, 2 * statistics),
-    }
-
-
-# With weight, bias, mean and rstd.
-PASSES = passes_of(params=2, statistics=2)
-# The modes of the machine code's cases whose first call a step of each mode of the suite makes. Forward mode and
-# Hessian-vector products compute the values beside the tangents. The suite's Hessian-vector products are those of a
-# loss that is linear in y, so y_bar has no tangent.
-STEPS = {
-    "forward": ("forward",),
-    "backward": ("backward",),
-    "forward_backward": ("forward", "backward"),
-    "jvp": ("forward", "jvp"),
-    "hvp": ("forward", "jvp", "backward", "hvp"),
-    "double_backward": ("double_backward",),
-    "backward_of_jvp": ("backward", "backward_of_jvp"),
-}
+# How often a mode touches tensors of the size of x at least: x, y_bar and x_dot are read; y, x_bar, tangents written.
+PASSES = {"forward": 2, "backward": 3, "jvp": 4, "hvp": 5, "double_backward": 5, "forward_backward": 5}
 
 
 def _no_calls(workload: Workload, mode: str, is_drawn: bool) -> list[Call]:
@@ -93,33 +66,30 @@ class Op:
         rounds_once: Whether what its derivatives are given has been rounded in no way that sums of theirs show.
         rounds_between: Whether value and tangent by one call may take the tangent from the rounded value.
         rounds_first: Whether the value is that of an input which has been rounded before: a sum.
-        small_workloads: A few elements in every layout and with every kind of parameters that the suite has, whose rows
+        small_workloads: A few elements in every layout and with every kind of parameters that the bench has, whose rows
             have more than 16 columns.
-        gpu_workloads: Shapes of models, which the suite measures on a GPU and for which the kernels are compiled.
+        gpu_workloads: Shapes of models, which the bench measures on a GPU and for which the kernels are compiled.
         cpu_workloads: Training sizes at which a CPU is still used.
-        other_workloads: The workloads that the kernels are compiled for beside the suite's.
+        other_workloads: The workloads that the kernels are compiled for beside the bench's.
         resized: Workloads that reach every kernel, each with other sizes of its first dim that leave its plans as they
             are: an odd one, and one that is a multiple of 16, which the compiler could know.
         calls: The calls of launchers that a mode of a workload makes, on random numbers or on tensors never
             touched.
         modes: All modes that `calls` knows.
-        steps: The modes whose first calls a step of the suite makes, by the suite's mode.
-        passes: By the suite's mode, how often tensors of the size of x, of parameters and of statistics are touched;
-            empty where a copy is nothing to compare with.
-        products: By the suite's mode, how many products of matrices it takes over all pairs; empty where memory binds.
+        passes: By the bench's mode, how often tensors of the size of x are touched at least; empty where a copy is
+            nothing to compare with.
+        products: By the bench's mode, how many products of matrices it takes over all pairs; empty where memory binds.
         options: Keyword arguments of `call` and `truth` for a workload.
         has_channels: Whether statistics belong to channels, in dim 1.
-        num_params: How many parameters it has, of which the suite takes derivatives.
+        num_params: How many parameters it has, of which the bench takes derivatives.
         num_full: How many arguments of the shape of x come between x and these.
         constants: Makes the arguments behind these, of which it takes none, by a function that draws normal numbers of
             a shape and a dtype.
-        result_shapes: Of the results of `call`, of which the suite takes derivatives.
-        formula: `truth` of the suite's arguments, where that is another function.
+        formula: `truth` of the bench's arguments, where that is another function.
         kink: The input of a ReLU, of the same arguments: near 0 a rounding decides whether a derivative is 0.
         family: Name of the op whose primitives it calls, where not its own. The work of torch and compilers on a
             primitive is tested with the op of that name alone.
         function_name: Of the public function, where that is not the name of the op.
-        has_statistics: Whether statistics of rows or channels go from the forward to the backward.
     """
 
     name: str
@@ -139,18 +109,15 @@ class Op:
     other_workloads: tuple[Workload, ...] = ()
     resized: tuple[tuple[Workload, tuple[int, int]], ...] = ()
     modes: tuple[str, ...] = KERNEL_MODES
-    steps: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=lambda: STEPS)
-    passes: Mapping[str, tuple[int, int, int]] = dataclasses.field(default_factory=lambda: PASSES)
+    passes: Mapping[str, int] = dataclasses.field(default_factory=lambda: PASSES)
     products: Mapping[str, int] = dataclasses.field(default_factory=dict)
     options: Callable[[Workload], dict[str, Any]] = lambda workload: {}
     has_channels: bool = False
     num_params: int = 0
     num_full: int = 0
     constants: Callable[[Workload, Callable[..., Tensor]], tuple[Tensor, ...]] = lambda workload, draw: ()
-    result_shapes: Callable[[Workload], tuple[tuple[int, ...], ...]] = lambda workload: (workload.shape,)
     formula: Any = None
     kink: Any = None
-    has_statistics: bool = False
     parameter_shape: Callable[[Sample, str], tuple[int, ...]] = lambda sample, name: ()
     function: Any = None
     torch_function: Any = None

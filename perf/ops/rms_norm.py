@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from perf.calls import EPS
 from perf.ops.layer_norm import LAYER_NORM, row_norm_calls
-from perf.ops.record import passes_of
 from perf.ops.samples import true_norm
 from perf.ops.workload import FIRST_ORDER, Workload, unnamed
 
@@ -36,6 +35,5 @@ RMS_NORM = LAYER_NORM.sibling(
     # The heads of queries and keys.
     other_workloads=(unnamed("rms_norm", (1 << 18, 128), modes=FIRST_ORDER),),
     calls=functools.partial(row_norm_calls, centered=False),
-    passes=passes_of(params=1, statistics=1),
     num_params=1,
 )

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-# `perf.suite.modes` defines what each mode computes; these first the suite measures on a GPU unless told otherwise.
+# `perf/steps.py` defines what each mode computes.
 KERNEL_MODES = ("forward", "backward", "jvp", "hvp", "double_backward")
-MODES = (*KERNEL_MODES, "backward_of_jvp", "forward_backward", "training_step")
+MODES = (*KERNEL_MODES, "backward_of_jvp", "forward_backward")
 FIRST_ORDER = MODES[:3]
 SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 # Probability of zero of the dropouts that are measured.
@@ -36,7 +36,7 @@ class Workload:
         causal: Whether a token sees only those before it, and itself.
         classes: Of the linear layer before a loss.
         masked: Whether attention has a bias, a mask and dropout, or softmax a scale and a mask, which no step of the
-            suite has.
+            bench has.
         modes: The modes that its kernels are compiled and, if asked for, measured in on a GPU.
         quick: Whether it is one of the few of a quick run.
         whole: Whether a full run measures all of its modes, as it does of the quick ones; the others' `BASIC_MODES`.
@@ -103,13 +103,6 @@ class Workload:
     def pass_bytes(self) -> int:
         """Bytes of one pass: of the input, and of every other tensor of its size."""
         return math.prod(self.shape) * self.torch_dtype.itemsize
-
-    @property
-    def num_cols(self) -> int:
-        """Values that share their statistics: a row's columns, or what batch norm reduces of one channel."""
-        if groups := self.record.options(self).get("num_groups"):
-            return math.prod(self.shape[1:]) // groups
-        return math.prod(self.shape) // self.shape[1] if self.record.has_channels else self.shape[self.dim]
 
     @property
     def run(self) -> int:

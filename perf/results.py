@@ -1,0 +1,210 @@
+"""The result file of the bench: one JSON object, its comparison with another, and its page in the docs.
+
+`rows` has one for each provider of each workload and mode: `status` (`ok`, `wrong`, `cannot` or `error`), `message`,
+`error` (the largest over the largest value of a result, against float64), `call_us`, on a GPU `device_us`, `vs_torch`
+(its time over torch's), each with median, p20 and p80, and where memory or matrix products bound it `gbps`, `of_copy`
+(the time of a copy of as many bytes over its time) and `tflops`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import shutil
+import statistics
+import subprocess
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from perf.workloads import EAGER, OURS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    Row = dict[str, Any]
+
+ROOT = Path(__file__).resolve().parents[1]
+SCHEMA = 4
+# Their versions change what is measured.
+PACKAGES = ("torch", "triton", "optree", "liger-kernel", "flash-attn", "apex")
+# The part of its speed that a row may lose.
+FALL = 0.05
+
+
+def write_result(path: Path, rows: list[Row], devices: list[str]) -> None:
+    """Write a file that every JSON reader takes: without NaN."""
+    installed = {each.name: each.version for each in metadata.distributions()}
+    result = {
+        "schema": SCHEMA,
+        "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "revision": _revision(),
+        "device": _processor() if devices == ["cpu"] else ", ".join(devices),
+        "python": platform.python_version(),
+        "packages": {name: installed[name] for name in PACKAGES if name in installed},
+        "processor": f"{_processor()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads",
+        "load": round(os.getloadavg()[1], 1),
+        "rows": rows,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def load(path: Path) -> dict[str, Any]:
+    """The result file at `path`, which must be of this schema."""
+    result = json.loads(path.read_text(encoding="utf-8"))
+    found = result.get("schema") if isinstance(result, dict) else None
+    if found != SCHEMA:
+        raise ValueError(f"{path}: schema must be {SCHEMA}, got {found}; measure again, or use the matching checkout.")
+    return result
+
+
+def _revision() -> str:
+    git = shutil.which("git")
+    # A package that was installed into some other repository has no revision of its own.
+    if git is None or not (ROOT / ".git").exists():
+        return ""
+    command = [git, "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+
+def _processor() -> str:
+    file = Path("/proc/cpuinfo")
+    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def time_of(row: Row) -> float:
+    """Median microseconds: of the device, where it has a time of its own."""
+    return (row.get("device_us") or row["call_us"])["median"]
+
+
+# Two results.
+
+
+def compare(before: dict[str, Any], after: dict[str, Any]) -> tuple[str, bool]:
+    """What of this package became slower, is no longer right, or is gone, and whether there is any of it.
+
+    Machines differ, and so do days on a shared one: a time is compared by the speed of a copy of as many bytes in the
+    same run, or else by torch's time in it, where both runs have that.
+    """
+    lines = [
+        f"WARNING: {name} differs: {before[name]} and then {after[name]}."
+        for name in ("device", "python", "packages")
+        if before[name] != after[name]
+    ]
+    first, second = (
+        {(r["workload"], r["mode"]): r for r in run["rows"] if r["provider"] == OURS} for run in (before, after)
+    )
+    failures = compared = 0
+    for key in dict.fromkeys([*first, *second]):
+        what, old, new = ": ".join(key), first.get(key), second.get(key)
+        was_right, is_right = (row is not None and row["status"] == "ok" for row in (old, new))
+        if old and new and was_right and is_right:
+            compared += 1
+            by, change = _change(old, new)
+            if abs(change) > FALL:
+                lines.append(f"{'rose' if change > 0 else 'FELL':<8}{change:+.1%}  {what}  ({by})")
+                failures += change < 0
+        elif new is None or not is_right:
+            lines.append(f"{'GONE' if new is None else 'BROKEN' if was_right else 'WRONG':<8}{what}")
+            # A row that was never right is judged where it is new.
+            failures += was_right or old is None
+    lines.append(f"{compared} rows compared; {failures} broke, are gone or fell by more than {FALL:.0%}.")
+    # Runs that share no row that is right in both prove nothing.
+    return "\n".join(lines), bool(failures) or not compared
+
+
+def _change(old: Row, new: Row) -> tuple[str, float]:
+    """What is compared, and speed of the second run over the first minus one."""
+    if old.get("device_us") and old.get("of_copy") and new.get("of_copy"):
+        return "over a copy", new["of_copy"] / old["of_copy"] - 1
+    if old.get("vs_torch") and new.get("vs_torch"):
+        return "over torch", old["vs_torch"]["median"] / new["vs_torch"]["median"] - 1
+    return "time", time_of(old) / time_of(new) - 1
+
+
+# The page.
+
+
+def write_report(path: Path, directory: Path) -> Path:
+    """Write the page of the result at `path` and a copy of it into `directory`; return the page."""
+    result = load(path)
+    name = re.sub(r"[^a-z0-9]+", "-", result["device"].lower()) if "device_us" in result["rows"][0] else "cpu"
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / f"{name}.json").write_bytes(path.read_bytes())
+    page = directory / f"{name}.md"
+    page.write_text("\n".join(_page(result)) + "\n", encoding="utf-8")
+    return page
+
+
+def _page(result: dict[str, Any]) -> Iterator[str]:
+    yield f"# Measured on {result['device']}\n"
+    yield (
+        "Written by `python -m perf report`; [measuring](../developers/measuring.md) says how and what. "
+        f"{result['created'][:10]}, Python {result['python']}, "
+        f"{', '.join(f'{name} {version}' for name, version in result['packages'].items())}, {result['processor']}, "
+        f"load {result['load']} over the last five minutes. Revision {result['revision']}.\n"
+    )
+    cells: dict[str, dict[tuple[str, str], Row]] = {}
+    for row in result["rows"]:
+        cells.setdefault(row["provider"], {})[row["workload"], row["mode"]] = row
+    ours = cells.get(OURS, {})
+    yield "## Times\n\nMicroseconds, and the share of the speed of a copy, or the speed of matrix products.\n"
+    yield from _table(ours, lambda key: _time(ours[key]))
+    for name, theirs in cells.items():
+        if name != OURS:
+            yield f"\n## Beside {name}\n\nTimes as fast as {name}; the last line has geometric means.\n"
+            yield from _table(theirs, lambda key, theirs=theirs: _beside(ours.get(key), theirs[key]))
+    said: dict[tuple[str, str], list[str]] = {}
+    for row in result["rows"]:
+        if row["status"] != "ok":
+            said.setdefault((row["provider"], row["message"]), []).append(f"{row['workload']}: {row['mode']}")
+    if said:
+        yield "\n## Wrong, or beyond others\n\n| provider | message | cases | first |\n|---|---|---|---|"
+    for (name, message), cases in said.items():
+        text = message.replace("|", "\\|")
+        yield f"| {name} | {text} | {len(cases)} | {cases[0]} |"
+
+
+def _table(keys: Iterable[tuple[str, str]], cell: Any) -> Iterator[str]:
+    """A line for each workload, a column for each mode, and the means of columns of numbers."""
+    keys = list(keys)
+    modes = list(dict.fromkeys(mode for _, mode in keys))
+    yield f"| workload | {' | '.join(mode.replace('_', ' ') for mode in modes)} |\n|{'---|' * (1 + len(modes))}"
+    numbers: dict[str, list[float]] = {}
+    for workload in dict.fromkeys(workload for workload, _ in keys):
+        found = {mode: cell((workload, mode)) for mode in modes if (workload, mode) in keys}
+        for mode, value in found.items():
+            if isinstance(value, float):
+                numbers.setdefault(mode, []).append(value)
+        texts = (f"{value:.2f}" if isinstance(value, float) else value for value in (found.get(m, "") for m in modes))
+        yield f"| {workload} | {' | '.join(texts)} |"
+    if numbers:
+        means = (f"{statistics.geometric_mean(numbers[mode]):.2f}" if mode in numbers else "" for mode in modes)
+        yield f"| **mean** | {' | '.join(means)} |"
+
+
+def _time(row: Row) -> str:
+    if row["status"] != "ok":
+        return row["status"]
+    beside = (
+        f", {row['of_copy']:.2f}" if "of_copy" in row else f", {row['tflops']:.2f} TFLOP/s" if "tflops" in row else ""
+    )
+    return f"{time_of(row):,.0f}{beside}"
+
+
+def _beside(ours: Row | None, theirs: Row) -> float | str:
+    """How many times as fast this package is, or why that cannot be said."""
+    if theirs["status"] != "ok":
+        return f"{theirs['status']} ({theirs['error']:.0e})" if theirs.get("error") else theirs["status"]
+    if ours is None or ours["status"] != "ok":
+        return ""
+    # Round by round, where it was so taken.
+    return 1 / ours["vs_torch"]["median"] if theirs["provider"] == EAGER else time_of(theirs) / time_of(ours)

@@ -1,0 +1,292 @@
+"""Times of every workload in every mode beside its peers: `pytest perf -n <gpus>`, one worker to a GPU.
+
+A test is a workload in a mode. Each provider's results are compared with formulas in float64, and who is wrong gets no
+time; the others take turns, so that a clock that drifts favors none. `perf/conftest.py` writes the result file.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import importlib
+import math
+import os
+import statistics
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch._functorch.config as functorch_config
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.utils import benchmark
+
+import primitives as pr
+from perf.calls import EPS
+from perf.demo import models
+from perf.demo.data import IMAGE_SIZE, NUM_CLASSES
+from perf.steps import TOLERANCES, Sample, errors, leaves, make_sample, make_step
+from perf.workloads import COMPILED, EAGER, FLEX, LIBRARIES, ONLY_OP, OURS, SDPA_BACKENDS, TUNED
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from torch import Tensor, nn
+
+    from perf.ops.workload import Workload
+    from perf.workloads import TrainingWorkload
+
+    Function = Callable[..., Any]
+    Step = Callable[[], Any]
+    Row = dict[str, Any]
+
+# A unit that takes longer, with all that it compiles, hangs: its process ends, and another goes on.
+LIMIT_SECONDS = 300
+pytestmark = [pytest.mark.timeout(LIMIT_SECONDS, method="thread"), pytest.mark.filterwarnings("ignore")]
+
+# Of samples of all providers in turn, and of one sample.
+SECONDS, MIN_ROUNDS, MAX_ROUNDS, SAMPLE_SECONDS = 1.0, 5, 60, 5e-3
+# Of Inductor's modes those that leave CUDA graphs to the caller, as they would keep results of earlier calls.
+COMPILE_MODES = {COMPILED: "default", TUNED: "max-autotune-no-cudagraphs", FLEX: "default"}
+# Who takes turns with the providers: a copy of the least bytes that the mode could move.
+COPY = "copy"
+# Of the whole gradient of a model, relative to its length: bfloat16 in a dozen layers, and float32.
+GRADIENT_TOLERANCES = {"cuda": 5e-2, "cpu": 1e-3}
+# How a process ends whose device can measure nothing more.
+UNFIT = 70
+
+
+def function_of(name: str, workload: Workload, device: torch.device) -> Function:
+    """The op of `workload` by a provider, which raises if it has none; peers as they are documented."""
+    op, options = workload.record, workload.record.options(workload)
+    if name in LIBRARIES:
+        module, call = importlib.import_module(LIBRARIES[name][0]), LIBRARIES[name][1]
+        if not workload.affine:
+            raise NotImplementedError(f"{name} has only a layer norm with a weight and a bias.")
+        return lambda x, weight, bias: call(module, x, weight, bias, EPS)
+    if name == FLEX:
+        tokens = workload.shape[-2]
+        causal = (lambda b, h, row, key: row >= key) if workload.causal else None
+        mask = causal and create_block_mask(causal, None, None, tokens, tokens, device=device)
+        return lambda q, k, v: flex_attention(q, k, v, block_mask=mask, enable_gqa=workload.key_heads > 0)
+    source = pr.functional if name == OURS else F
+    if name in SDPA_BACKENDS:
+        # A backend that cannot do a call raises.
+        kept: Any = sdpa_kernel(getattr(SDPBackend, SDPA_BACKENDS[name]))
+        return kept(lambda *tensors: op.call(source, *tensors, **options))
+    return lambda *tensors: op.call(source, *tensors, **options)
+
+
+def compiler_of(name: str) -> Callable[[Function], Function]:
+    """How a provider compiles a function: not at all, or by `torch.compile`."""
+    if name not in COMPILE_MODES:
+        return lambda function: function
+    return functools.partial(torch.compile, mode=COMPILE_MODES[name], dynamic=False)
+
+
+def samplers(step: Step, device: torch.device) -> dict[str, Callable[[], float]]:
+    """What takes one sample of the microseconds of a step: as a user calls it, and on a GPU with caches emptied.
+
+    On one thread it is processor time, which other processes on the machine take no part of.
+    """
+    threads = torch.get_num_threads()
+    clock = time.process_time if device.type == "cpu" and threads == 1 else benchmark.timer
+    timer = benchmark.Timer("step()", globals={"step": step}, timer=clock, num_threads=threads)
+    number = max(1, int(SAMPLE_SECONDS / timer.timeit(2).mean))
+    found: dict[str, Callable[[], float]] = {"call_us": lambda: 1e6 * timer.timeit(number).mean}
+    if device.type == "cuda":
+        from triton.testing import do_bench
+
+        milliseconds = 1e3 * SAMPLE_SECONDS
+        found["device_us"] = lambda: 1e3 * do_bench(step, milliseconds, milliseconds, return_mode="median")  # type: ignore[arg-type, operator]
+    return found
+
+
+def measure(
+    rows: Mapping[str, Row],
+    device: torch.device,
+    make: Callable[[str], Step],
+    judge: Callable[[dict[str, Any]], dict[str, float]],
+    copied_bytes: int = 0,
+    flops: int = 0,
+) -> None:
+    """Fill the rows of the providers of one unit: `make` a step of each, `judge` the results, time who is right."""
+    steps = _right(rows, make, judge)
+    if copied_bytes:
+        source, target = (torch.ones(copied_bytes // 8, device=device) for _ in range(2))
+        steps[COPY] = lambda: target.copy_(source)
+    taken = _samples({name: samplers(step, device) for name, step in steps.items()})
+    for name in steps.keys() - {COPY}:
+        rows[name].update({kind: _spread(found) for kind, found in taken[name].items()}, status="ok", message="")
+        us = {other: [*kinds.values()][-1] for other, kinds in taken.items()}
+        if name != EAGER and EAGER in us:
+            # Round by round, which a drifting clock does not touch.
+            rows[name]["vs_torch"] = _spread([a / b for a, b in zip(us[name], us[EAGER], strict=True)])
+        median = statistics.median(us[name])
+        if copied_bytes:
+            rows[name].update(gbps=copied_bytes / median * 1e-3, of_copy=statistics.median(us[COPY]) / median)
+        if flops:
+            rows[name]["tflops"] = flops / median * 1e-6
+
+
+def _right(rows: Mapping[str, Row], make: Callable[[str], Step], judge: Function) -> dict[str, Step]:
+    """The steps whose results are right."""
+    steps, results = {}, {}
+    for name, row in rows.items():
+        try:
+            steps[name] = make(name)
+            results[name] = steps[name]()
+        # Whatever a peer raises says what it cannot do.
+        except Exception as error:
+            row.update(status="cannot", message=f"{type(error).__name__}: {error}".strip().split("\n")[0][:300])
+    right = {}
+    for name, error in judge(results).items():
+        rows[name]["error"] = error if math.isfinite(error) else None
+        if error <= rows[name]["tolerance"]:
+            right[name] = steps[name]
+        else:
+            message = f"error {error:.1e} above {rows[name]['tolerance']:.0e}"
+            rows[name].update(status="wrong", message=message)
+    return right
+
+
+def _samples(timers: dict[str, dict[str, Callable[[], float]]]) -> dict[str, dict[str, list[float]]]:
+    """Samples of everybody in rounds, each of which another one begins."""
+    taken: dict[str, dict[str, list[float]]] = {name: {kind: [] for kind in kinds} for name, kinds in timers.items()}
+    order, start = list(timers), time.perf_counter()
+    for number in range(MAX_ROUNDS if order else 0):
+        if number >= MIN_ROUNDS and time.perf_counter() - start > SECONDS:
+            break
+        for name in order:
+            for kind, sample in timers[name].items():
+                taken[name][kind].append(sample())
+        order.append(order.pop(0))
+    return taken
+
+
+def _spread(samples: list[float]) -> dict[str, float]:
+    low, *_, high = statistics.quantiles(samples, n=5)
+    return {"median": statistics.median(samples), "p20": low, "p80": high}
+
+
+@pytest.fixture
+def rows_of(providers: list[str], record_property: Any, device: torch.device) -> Any:
+    """Makes the rows of a unit, hands them to the controller after the test, and fails if ours has no time."""
+    made: dict[str, Row] = {}
+
+    def rows_of(op: str, workload: str, mode: str, tolerance: float) -> dict[str, Row]:
+        for name in providers:
+            if ONLY_OP.get(name, op) == op:
+                row = {"workload": workload, "mode": mode, "provider": name, "status": "error"}
+                made[name] = {**row, "message": "it came to no time", "tolerance": tolerance}
+        return made
+
+    # Backward passes are run more than once, which buffers that Inductor gives away would not survive.
+    with functorch_config.patch(donated_buffer=False):
+        yield rows_of
+    is_gpu = device.type == "cuda"
+    record_property("rows", list(made.values()))
+    record_property("device", torch.cuda.get_device_name() if is_gpu else "cpu")
+    torch._dynamo.reset()
+    gc.collect()
+    if is_gpu:
+        try:
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+        # Errors of kernels stay with the process: xdist goes on with another one.
+        except RuntimeError:
+            os._exit(UNFIT)
+
+
+def fail_if_ours_has_no_time(rows: Mapping[str, Row]) -> None:
+    """A peer may be wrong or unable; this package may not."""
+    ours = rows.get(OURS)
+    if ours is not None and ours["status"] != "ok":
+        pytest.fail(f"{ours['workload']}, {ours['mode']}: {ours['status']}: {ours['message']}", pytrace=False)
+
+
+def test_operation(unit: tuple[Workload, str], rows_of: Any, device: torch.device) -> None:
+    """One operation at a shape of a model."""
+    workload, mode = unit
+    rows = rows_of(workload.op, workload.key, mode, TOLERANCES[workload.dtype])
+    sample = make_sample(workload, device)
+
+    def make(name: str) -> Step:
+        return make_step(mode, function_of(name, workload, device), sample, compiler_of(name))
+
+    passes, products = workload.record.passes.get(mode, 0), workload.record.products.get(mode, 0)
+    judge = functools.partial(errors, workload, mode, sample)
+    measure(
+        rows, device, make, judge, passes * workload.pass_bytes, products * workload.matmul_flops if products else 0
+    )
+    fail_if_ours_has_no_time(rows)
+
+
+def test_training(training: TrainingWorkload, rows_of: Any, device: torch.device) -> None:
+    """Forward and backward of a model, on a GPU under autocast; ours is converted."""
+    kind = device.type
+    rows = rows_of("model", training.key, "forward_backward", GRADIENT_TOLERANCES[kind])
+
+    def make(name: str, dtype: torch.dtype = torch.float32) -> Step:
+        torch.manual_seed(0)
+        model: nn.Module = getattr(models, training.model)(**training.sizes).to(device, dtype)
+        run = compiler_of(name)(pr.nn.convert(model) if name == OURS else model)
+        images = torch.rand(training.batch, 1, IMAGE_SIZE, IMAGE_SIZE).to(device, dtype)
+        labels, params = torch.randint(NUM_CLASSES, (training.batch,)).to(device), list(model.parameters())
+
+        def step() -> tuple[Tensor, ...]:
+            with torch.autocast(kind, torch.bfloat16, enabled=kind == "cuda" and dtype == torch.float32):
+                loss = F.nll_loss(run(images).to(dtype), labels)
+            return torch.autograd.grad(loss, params)
+
+        return step
+
+    def judge(results: dict[str, Any]) -> dict[str, float]:
+        exact = torch.cat([value.flatten() for value in make(EAGER, torch.float64)()])
+        flat = {name: torch.cat([value.flatten() for value in leaves(found)]) for name, found in results.items()}
+        return {name: ((found.double() - exact).norm() / exact.norm()).item() for name, found in flat.items()}
+
+    measure(rows, device, make, judge)
+    fail_if_ours_has_no_time(rows)
+
+
+def scale(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """An operator of one's own."""
+    return x.sin() * weight
+
+
+def scale_backward(saved: Any, y_bar: Tensor) -> tuple[Tensor, Tensor]:
+    """Its rule."""
+    x, weight = saved
+    return y_bar * weight * x.cos(), y_bar * x.sin()
+
+
+@pytest.mark.parametrize("mode", ["forward", "forward_backward"], ids="custom_op: {}".format)
+def test_call(mode: str, rows_of: Any, device: torch.device) -> None:
+    """A call of `primitives.custom_op` beside `torch.library.custom_op`, so small that the time is the front end's."""
+    rows = rows_of("custom_op", "custom_op", mode, TOLERANCES["float32"])
+    rows = {name: row for name, row in rows.items() if name in {OURS, EAGER}}
+    library, ours = (
+        torch.library.custom_op("perf::library_scale", scale, mutates_args=()),
+        pr.custom_op("perf::scale")(scale),
+    )
+    library.register_autograd(
+        lambda ctx, y_bar: scale_backward(ctx.saved_tensors, y_bar),
+        setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+    )
+    ours.def_save_for_backward(lambda inputs, output: tuple(inputs))
+    ours.def_backward(lambda ctx, saved, y_bar: dict(zip(("x", "weight"), scale_backward(saved, y_bar), strict=True)))
+    x = torch.ones(8, device=device)
+    sample = Sample((x, x), (x, x), (), x, x)
+
+    def judge(results: dict[str, Any]) -> dict[str, float]:
+        exact = leaves(make_step(mode, scale, sample)())
+        return {
+            name: max((a - b).abs().max().item() for a, b in zip(leaves(found), exact, strict=True))
+            for name, found in results.items()
+        }
+
+    measure(rows, device, lambda name: make_step(mode, ours if name == OURS else library, sample), judge)
+    fail_if_ours_has_no_time(rows)
