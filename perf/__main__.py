@@ -47,7 +47,6 @@ def _parser() -> argparse.ArgumentParser:
     add = command(_compare)
     add("before", type=Path)
     add("after", type=Path)
-    command(_memory)
     add = command(_compile)
     add("--only", nargs="+", default=[], metavar="WORDS", help="steps whose name contains one of these")
     add("--write", action="store_true", help="write the page of the docs")
@@ -89,15 +88,6 @@ def _compare(options: argparse.Namespace) -> int:
     text, failed = compare(load(options.before), load(options.after))
     print(text)
     return int(failed)
-
-
-def _memory(options: argparse.Namespace) -> int:
-    """Peak memory of linear_cross_entropy in each mode, beside full logits; some minutes."""
-    from perf import memory
-
-    for line in memory.lines():
-        print(line, flush=True)
-    return 0
 
 
 def _compile(options: argparse.Namespace) -> int:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import primitives as pr
-from perf.demo.models import ConvNet, VisionTransformer
+from perf.models import ConvNet, VisionTransformer
 
 if TYPE_CHECKING:
     from collections.abc import Callable

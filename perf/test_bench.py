@@ -24,9 +24,9 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils import benchmark
 
 import primitives as pr
+from perf import models
 from perf.calls import EPS
-from perf.demo import models
-from perf.demo.data import IMAGE_SIZE, NUM_CLASSES
+from perf.models import IMAGE_SIZE, NUM_CLASSES
 from perf.steps import TOLERANCES, Sample, errors, leaves, make_sample, make_step
 from perf.workloads import COMPILED, EAGER, FLEX, LIBRARIES, ONLY_OP, OURS, SDPA_BACKENDS, TUNED
 

@@ -10,7 +10,6 @@ import torch
 
 import primitives
 from perf import wrong_derivatives
-from perf.custom_ops import RIGHT, measure
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -115,28 +114,6 @@ def test_the_example_prints_what_it_says(capsys, monkeypatch):
         primitives.repair_torch().undo()
     assert capsys.readouterr().out.splitlines() == re.findall(r"# (.* off)$", example, flags=re.MULTILINE)
     assert all(p.grad is not None for p in names["net"].parameters() if p.dim() > 1)
-
-
-BESIDE_TORCH = re.findall(
-    r"^\| (.+?) \| (right|wrong|raises)\b.*? \| (right|wrong|raises)\b.*? \|$",
-    (ROOT / "docs" / "reference" / "beside_torch_library.md").read_text(encoding="utf-8"),
-    flags=re.MULTILINE,
-)
-
-
-def test_the_table_in_the_docs_is_what_comes_out_and_the_comparison_counts_it():
-    rows = measure()
-    # This package is right in every row.
-    assert [(name, here) for name, _, here in rows if here[0] != RIGHT] == []
-    assert [name for name, _, _ in BESIDE_TORCH] == [name for name, _, _ in rows]
-    kinds = [library for _, library, _ in BESIDE_TORCH]
-    comparison = (ROOT / "docs" / "explanation" / "comparison.md").read_text(encoding="utf-8")
-    assert f"{len(kinds)} things done with `torch.library.custom_op`" in comparison
-    assert f"{kinds.count('right')} right, {kinds.count('wrong')} silently wrong" in comparison
-    assert f"{kinds.count('raises')} raise (`torch.func.grad`" in comparison
-    if not torch.__version__.startswith("2.13."):
-        pytest.skip(f"the table is that of torch 2.13, this is {torch.__version__}")
-    assert kinds == [library[0] for _, library, _ in rows]
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")

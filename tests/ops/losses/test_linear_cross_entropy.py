@@ -1,7 +1,6 @@
 """Cross-entropy of logits that are made by chunks: against the formula that makes all of them, and its memory."""
 
 import functools
-import re
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from torch.testing import assert_close
 from torch.utils._pytree import tree_leaves
 
 import primitives as pr
-from perf import memory
+from perf.memory import peak
 from tests.call_properties import CallRecorder
 from tests.support import normal
 
@@ -187,11 +186,24 @@ def test_a_vocabulary_that_is_longer_than_a_chunk():
 
 
 def test_no_more_than_a_few_chunks_of_logits_are_in_memory():
-    """As the command prints it: full logits take 8 MB, and so does each tensor of their size; a chunk takes half a MB.
+    """Full logits take 8 MB, and so does each tensor of their size; a chunk takes half a MB.
 
     The weight and what belongs to it, 2 MB each, are in every mode: four times in second order.
     """
-    _, *lines = memory.lines(256, 8192)
-    _, *ours, torchs = (int(re.search(r": ([\d,]+) MB", line)[1].replace(",", "")) for line in lines)
-    assert all(2 < used <= most for used, most in zip(ours, (4, 6, 4, 9), strict=True)), ours
-    assert 24 < torchs < 40
+    point, target = (torch.randn(256, 64), torch.randn(8192, 64)), torch.randint(8192, (256,))
+
+    def loss(x, weight):
+        return pr.functional.linear_cross_entropy(x, weight, target, chunk_rows=16)
+
+    gradients = torch.func.grad(loss, (0, 1))
+    modes = {
+        4: lambda: loss(*point),
+        6: lambda: gradients(*point),
+        4.5: lambda: torch.func.jvp(loss, point, point),
+        9.2: lambda: torch.func.jvp(gradients, point, point),
+    }
+    arguments = 4 * 64 * (256 + 8192)
+    for most, run in modes.items():
+        assert 2e6 < peak(run) + arguments <= most * 1e6
+    full = torch.func.grad(lambda x, weight: F.cross_entropy(F.linear(x, weight), target), (0, 1))
+    assert peak(lambda: full(*point)) > 20e6
