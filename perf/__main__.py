@@ -69,7 +69,9 @@ def _run(options: argparse.Namespace) -> int:
     workers = torch.cuda.device_count() or 1
     # One unit at a time goes to a worker, in the order of the plan; one that dies is replaced.
     spread = ["-n", str(workers), "--dist", "load", "--maxschedchunk", "1", "--max-worker-restart", "1000"]
-    return pytest.main([str(Path(__file__).parent / "test_bench.py"), *spread, *options.rest])
+    # A unit that takes longer, with all that it compiles, hangs: its process ends, and another goes on.
+    limit = ["--timeout", "300", "--timeout-method", "thread"]
+    return pytest.main([str(Path(__file__).parent / "test_bench.py"), *spread, *limit, *options.rest])
 
 
 def _report(options: argparse.Namespace) -> int:

@@ -68,7 +68,7 @@ def make_sample(workload: Workload, device: torch.device) -> Sample:
     dtype = workload.torch_dtype if len(workload.param_shape) > 1 else workload.param_dtype
 
     def inputs() -> tuple[Tensor, ...]:
-        full = (random(workload.shape) for _ in range(1 + op.num_full))
+        full = (random(workload.shape) for _ in range(1 + ("residual" in op.arguments)))
         return (*full, *(random(shape, dtype) for shape in params))
 
     # Not centered, so that an implementation which forgets to subtract the mean shows.

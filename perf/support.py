@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import primitives as pr
 from perf.ops import CASES
+from perf.ops.samples import DTYPES
 from primitives.__main__ import public_functions
 from primitives._core import registered_primitives
 from primitives._core.spec import NAMESPACE
@@ -180,7 +181,7 @@ def page() -> str:
         looped += [name] * (not all(op.has_rule("vmap") for op in ops))
         cast += [name] * any(op.has_rule("AutocastCUDA") for op in ops)
         if case is not None:
-            dtypes[name] = ", ".join(str(dtype).removeprefix("torch.") for dtype in case.dtypes)
+            dtypes[name] = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
             samples = [*case.samples, *case.large]
             layouts = dict.fromkeys(sample.layout for sample in samples)
             mixed = "yes" if any(sample.mixed for sample in samples) else ""

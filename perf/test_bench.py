@@ -42,9 +42,7 @@ if TYPE_CHECKING:
     Step = Callable[[], Any]
     Row = dict[str, Any]
 
-# A unit that takes longer, with all that it compiles, hangs: its process ends, and another goes on.
-LIMIT_SECONDS = 300
-pytestmark = [pytest.mark.timeout(LIMIT_SECONDS, method="thread"), pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 # Of samples of all providers in turn, and of one sample.
 SECONDS, MIN_ROUNDS, MAX_ROUNDS, SAMPLE_SECONDS = 1.0, 5, 60, 5e-3

@@ -39,7 +39,7 @@ def both(case, inputs):
 
 @pytest.mark.parametrize("case", NOT_CAST, ids=lambda case: case.name)
 def test_nothing_is_cast_on_the_cpu(case, device):
-    for dtype in case.dtypes:
+    for dtype in DTYPES:
         inputs = case.inputs(case.small, dtype, device)
         outside = case.outputs(inputs, case.small)[0]
         with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -211,7 +211,6 @@ ADD_LAYER_NORM = Op(
     rounds_first=True,
     passes=_PASSES,
     num_params=2,
-    num_full=1,
 )
 ADD_RMS_NORM = ADD_LAYER_NORM.sibling(
     "add_rms_norm",

@@ -147,7 +147,6 @@ BATCH_NORM_RELU = dataclasses.replace(
     calls=functools.partial(_calls, training=True),
     modes=FIRST_ORDER,
     passes=_PASSES,
-    num_full=1,
     constants=BATCH_NORM_EVAL.constants,
     kink=lambda *tensors: _sum(BATCH_NORM, *tensors)[0],
 )

@@ -82,7 +82,6 @@ class Op:
         options: Keyword arguments of `call` and `truth` for a workload.
         has_channels: Whether statistics belong to channels, in dim 1.
         num_params: How many parameters it has, of which the bench takes derivatives.
-        num_full: How many arguments of the shape of x come between x and these.
         constants: Makes the arguments behind these, of which it takes none, by a function that draws normal numbers of
             a shape and a dtype.
         formula: `truth` of the bench's arguments, where that is another function.
@@ -114,7 +113,6 @@ class Op:
     options: Callable[[Workload], dict[str, Any]] = lambda workload: {}
     has_channels: bool = False
     num_params: int = 0
-    num_full: int = 0
     constants: Callable[[Workload, Callable[..., Tensor]], tuple[Tensor, ...]] = lambda workload, draw: ()
     formula: Any = None
     kink: Any = None
@@ -129,7 +127,6 @@ class Op:
     first: str = "x"
     like_first: tuple[str, ...] = ()
     num_kept: int = 1
-    dtypes: tuple[torch.dtype, ...] = DTYPES
     family: str = ""
     function_name: str = ""
 
@@ -170,7 +167,7 @@ class Op:
     @property
     def narrower(self) -> tuple[torch.dtype, ...]:
         """Supported dtypes but float64."""
-        return tuple(dtype for dtype in self.dtypes if dtype is not torch.float64)
+        return tuple(dtype for dtype in DTYPES if dtype is not torch.float64)
 
     def primitive(self, suffix: str) -> Primitive:
         """That of the name of the op with a suffix."""

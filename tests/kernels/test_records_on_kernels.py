@@ -9,6 +9,7 @@ import torch
 import primitives as pr
 from perf.ops import CASES, FAMILIES
 from perf.ops.attention import CAUSAL_ATTENTION, MASKED_ATTENTION
+from perf.ops.samples import DTYPES
 from tests.call_properties import check_call, check_vmap_of_call, fullest
 from tests.properties import check_jvp, check_nesting, check_outputs, check_vjp, lie_anew, second_order
 from tests.support import dtype_id, nestings
@@ -34,7 +35,7 @@ MOST_ON_TINY = 200
 # which there are four too.
 SAMPLES = [
     (
-        *(case, sample, case.dtypes[(i + i // 4) % 4]),
+        *(case, sample, DTYPES[(i + i // 4) % 4]),
         *("tiny" if i % 3 == 0 and sample.numel <= MOST_ON_TINY else "usual", i // 3 % 2),
     )
     for case in CASES

@@ -87,7 +87,7 @@ def terms_of(x: Tensor, target: Tensor, dim: int) -> Terms:
     log_sum = shifted.exp().sum(dim, keepdim=True).log()
     if target.is_floating_point():
         return Terms(shifted, log_sum, log_sum + top, target.contiguous().to(acc), None)
-    labels = target.unsqueeze(dim)
+    labels = target.contiguous().unsqueeze(dim)
     classes = torch.arange(x.shape[dim], device=x.device).reshape([-1, *[1] * (x.dim() - dim - 1)])
     return Terms(shifted, log_sum, log_sum + top, labels == classes, labels >= 0)
 
