@@ -115,12 +115,10 @@ def same(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0))
 
 
-def check_call(
-    call: Call, *, again: bool = True, fake: bool = True, roundings: int = 1, rounds_once: bool = True
-) -> None:
+def check_call(call: Call, *, fake: bool = True, roundings: int = 1, rounds_once: bool = True) -> None:
     """Outputs are sums in the accumulation dtype, rounded once, in memory of their own; no argument is written.
 
-    With `again`, a second call gives the same bits; with `fake`, they are laid out as a compiler is told.
+    With `fake`, they are laid out as a compiler is told. `check_rules` holds each operator to more, at one point.
     """
     before = [a.clone() if isinstance(a, torch.Tensor) else a for a in call.args]
     outputs, expected = call.outputs(), in_float64(call)
@@ -144,8 +142,6 @@ def check_call(
         storages.add(got.untyped_storage().data_ptr())
     for a, b in zip(call.args, before, strict=True):
         assert not isinstance(a, torch.Tensor) or same(a, b), f"{call} writes into an argument"
-    for i, (first, second) in enumerate(zip(outputs, call.outputs() if again else outputs, strict=True)):
-        assert same(first, second), f"{call}, output {i}: other bits the second time"
     if fake:
         check_fake(call, outputs)
 

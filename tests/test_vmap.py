@@ -11,9 +11,9 @@ import primitives as pr
 from perf.ops import CASES, FAMILIES
 from perf.ops.attention import ATTENTION, MASKED_ATTENTION
 from perf.ops.samples import LAYOUTS
-from tests.call_properties import BATCH, alone_and_together, batched, check_vmap, check_vmap_of_call, distinct, fullest
+from tests.call_properties import BATCH, alone_and_together, batched, check_vmap_of_call, distinct, fullest
 from tests.properties import second_order
-from tests.support import assert_close, like, subsets
+from tests.support import assert_close, subsets
 
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 every_family = pytest.mark.parametrize("case", FAMILIES, ids=lambda case: case.name)
@@ -29,6 +29,8 @@ def calls(case, device, absent=()):
     return distinct(c for names in chosen for c in second_order(case, sample, torch.float64, device, names)[1])
 
 
+# By day `test_every_operator` batches each argument alone, and all.
+@pytest.mark.nightly
 @pytest.mark.parametrize("case", [MASKED_ATTENTION if c is ATTENTION else c for c in FAMILIES], ids=lambda c: c.name)
 def test_primitives_over_every_subset_of_arguments(case, device):
     """The calls that perturb everything; of others with more than five tensors each, all but one, and few pairs."""
@@ -90,21 +92,6 @@ def test_layout_of_batched_arguments(case, layout, device):
     rows = [function(x) for x in stack.unbind(-1)]
     assert_close(vmap(function, -1, -1)(stack), torch.stack(rows, -1))
     assert vmap(function, -1, -1)(stack[..., :0]).shape == stack[..., :0].shape
-
-
-@every_case
-def test_vmap_of_transforms(case, device):
-    """Per-sample gradients, per-sample parameters, batched tangents: each transform under vmap equals its loop."""
-    inputs = case.inputs(case.small, torch.float64, device)
-    values = [inputs[name] for name in case.differentiable]
-    y_bar, argnums = like(inputs["x"], seed=5), tuple(range(len(values)))
-    dots = tuple(like(v, seed=8 + i) for i, v in enumerate(values))
-    function = case.of(case.differentiable, inputs, case.small)
-    gradient = grad(lambda *values: (function(*values) * y_bar).sum(), argnums)
-    chosen = [*[(i,) for i in argnums], argnums]
-    check_vmap(gradient, values, chosen, 0, "grad")
-    check_vmap(lambda *values: (jvp(function, values, dots)[1],), values, chosen, 0, "jvp")
-    check_vmap(lambda *values: jvp(gradient, values, dots)[1], values, chosen, 0, "jvp of grad")
 
 
 @pytest.mark.parametrize("in_dims", [(0, None), (None, 0), (0, 0)], ids=["seeds", "masks", "both"])

@@ -72,7 +72,7 @@ def test_calls_of_all_orders(case, sample, dtype, chip, half, device):
             # The interpreter cuts bfloat16 off instead of rounding it: half a unit in the last place more.
             once = case.is_rounded_once(call.overload)
             roundings, fake = 1 + (dtype is torch.bfloat16), is_anew(case, sample)
-            check_call(call, again=False, fake=fake, roundings=roundings, rounds_once=once)
+            check_call(call, fake=fake, roundings=roundings, rounds_once=once)
 
 
 @pytest.mark.usefixtures("backend")
