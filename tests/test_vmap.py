@@ -29,7 +29,7 @@ def calls(case, device, absent=()):
     return distinct(c for names in chosen for c in second_order(case, sample, torch.float64, device, names)[1])
 
 
-# By day `test_every_operator` batches each argument alone, and all.
+# By day `test_every_operator` batches each argument of first order alone, and all.
 @pytest.mark.nightly
 @pytest.mark.parametrize("case", [MASKED_ATTENTION if c is ATTENTION else c for c in FAMILIES], ids=lambda c: c.name)
 def test_primitives_over_every_subset_of_arguments(case, device):
