@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import itertools
 import pkgutil
 import re
 from types import ModuleType
 
 import pytest
+import torch
 
 import triton_kernels
 from perf.calls import Call
@@ -40,8 +42,19 @@ def some_calls() -> list[Call]:
         *(kind.draw((2, 40), 1) for kind in (*RowMapOperands.__subclasses__(), CrossEntropy)),
         *(BatchNorm.draw((2, 3, 5, 5)), BatchNormRelu.draw((2, 3, 5, 5)), Attention.draw((1, 1, 3, 4), 3)),
     )
+    # Every kernel of a forward: centered or not, with SiLU or a rounded x_hat.
+    kinds = itertools.product((LayerNorm, AddLayerNorm), (torch.float16, torch.bfloat16), (False, True))
+    forwards = [kind.draw((9, 40), dtype).change(rounded=True, centered=centered) for kind, dtype, centered in kinds]
+    forwards.append(LayerNorm.draw(groups, norm_ndim=2, grouped=1, silu=True, centered=False))
+    of_rms = [call for each in (rows, added) for call in each.change(centered=False).calls()]
     some_wanted = rows.call("bwd", (False, True, False)), added.call("bwd", (True, True, False, False))
-    return [*(call for each in operands for call in each.calls()), *some_wanted, *dropout_calls()]
+    return [
+        *(call for each in operands for call in each.calls()),
+        *some_wanted,
+        *dropout_calls(),
+        *of_rms,
+        *(each.call("fwd") for each in forwards),
+    ]
 
 
 def modules() -> list[ModuleType]:
@@ -65,9 +78,10 @@ def test_every_launcher_is_tuned_and_has_calls():
 
 def test_every_kernel_is_launched(use_limits):
     things = [thing for module in modules() for thing in vars(module).values()]
+    for thing in tuple(things):
+        thing = thing.kernels if isinstance(thing, RowMapKernels) else thing
+        things += thing.values() if isinstance(thing, dict) else thing if isinstance(thing, list) else ()
     kernels = {thing for thing in things if isinstance(thing, Kernel)}
-    maps = [thing for thing in things if isinstance(thing, RowMapKernels)]
-    kernels |= {kernel for one in maps for kernel in (one.kernel, *(one.forward or ())[:1])}
     launched: set[Kernel] = set()
     for limits in ({}, short_rows(16, 1)):
         use_limits(**limits)

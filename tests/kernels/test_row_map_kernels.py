@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
@@ -13,7 +14,7 @@ from perf.calls import random
 from tests.kernels.calls import ROW_PLANS
 from tests.row_maps import UNIT, unit_p
 from tests.support import assert_close
-from triton_kernels.rows.maps import Part, RowMapKernels, derivative_kernel
+from triton_kernels.rows.maps import Part, RowMapKernels
 from triton_kernels.rows.tiles import nothing
 
 
@@ -22,23 +23,21 @@ def _map(v, x, total, norm):
     return (v - x * total / (norm * norm)) / norm
 
 
-def _forward():
-    @triton.jit
-    def pairing_terms(x, p, r, mask):
-        along = nothing()
-        if x[2].type.is_block():
-            along = x[1] * x[2]
-        return x[1] * x[1], along
+@triton.jit
+def fwd_terms(x, p, r, mask):
+    along = nothing()
+    if x[1].type.is_block():
+        along = x[0] * x[1]
+    return x[0] * x[0], along
 
-    @triton.jit
-    def pairing_emit(x, p, r, s, mask, num_cols: tl.constexpr):
-        norm = tl.sqrt(s[0])
-        y_dot = nothing()
-        if x[2].type.is_block():
-            y_dot = _map(x[2], x[1], s[1], norm)
-        return x[1] / norm, y_dot, nothing()
 
-    return locals()
+@triton.jit
+def fwd_emit(x, p, r, s, mask, num_cols: tl.constexpr):
+    norm = tl.sqrt(s[0])
+    y_dot = nothing()
+    if x[1].type.is_block():
+        y_dot = _map(x[1], x[0], s[1], norm)
+    return x[0] / norm, y_dot
 
 
 @triton.jit
@@ -91,7 +90,8 @@ def bwd_jvp_emit(x, p, r, s, mask, num_cols: tl.constexpr):
 
 _EVERY = ("y_bar", "x", "x_dot")
 KERNELS = RowMapKernels(
-    derivative_kernel(globals()),
+    "unit",
+    globals(),
     "x",
     pairing=(
         Part((1,), ("x", "x_dot"), ("x", "x_dot")),
@@ -100,13 +100,9 @@ KERNELS = RowMapKernels(
     ),
     bwd_jvp=(Part((2,), ("x", "y_bar_dot"), ("x", "y_bar_dot")), Part((0, 1, 2), _EVERY, _EVERY)),
     numbers=("norm",),
-    forward=(
-        derivative_kernel(_forward()),
-        Part((0,), ("x",), ("x",)),
-        Part((0, 1), ("x", "x_dot"), ("x", "x_dot")),
-    ),
+    forward=(Part((0,), ("x",), ("x",)), Part((0, 1), ("x", "x_dot"), ("x", "x_dot"))),
 )
-JVP, _, PAIRING, BWD_JVP, FWD, FWD_JVP = KERNELS.launchers("unit")
+JVP, _, PAIRING, BWD_JVP, FWD, FWD_JVP = KERNELS.launchers()
 
 
 # Rows past the end have a norm of 0, and are not stored.
@@ -130,3 +126,9 @@ def test_every_result_is_that_of_the_formulas(plan, shape, dim, use_limits):
         (FWD(x, dim), *FWD_JVP(x, x_dot, dim), JVP(x_dot, x, norm, dim)), (y, y, y_dot, y_dot), strict=True
     ):
         assert_close(got, true)
+
+
+def test_a_missing_device_function_is_named():
+    functions = {name: function for name, function in globals().items() if name != "bwd_jvp_emit"}
+    with pytest.raises(TypeError, match="unit_bwd_jvp_kernel needs the device functions emit: it has terms"):
+        dataclasses.replace(KERNELS, functions=functions)

@@ -19,15 +19,14 @@ vjp. Numbers of a row come behind the label: keep, and share where it is not zer
 
 from __future__ import annotations
 
+import math
+
 import triton
 import triton.language as tl
 
-from triton_kernels.rows.kernel import row_op
+from triton_kernels.rows.template import row_kernel
 from triton_kernels.rows.tiles import exponential, in_places, nothing, sums_of
-from triton_kernels.runtime.kernel import stride_independent_jit
 from triton_kernels.softmax._log_softmax_kernels import fold_exponentials, merged_exponentials
-
-_LOWEST = tl.constexpr(float("-inf"))
 
 # Sums: x, probabilities, x_dot and the tangent of the probabilities. The places are the maximum; relative to it the sum
 # of exponentials, and that of x_dot weighted with them; the sums of t * x, of t * x_dot + t_dot * x, of the
@@ -146,39 +145,20 @@ def _fwd_rows(s, r, num_cols: tl.constexpr):
     return loss, lse, loss_dot, lse_dot
 
 
-@stride_independent_jit
-def cross_entropy_sums_kernel(
-    x_ptr, x_segment_stride, x_row_stride, x_col_stride,
-    target_ptr, target_segment_stride, target_row_stride, target_col_stride,
-    x_dot_ptr, x_dot_segment_stride, x_dot_row_stride, x_dot_col_stride,
-    target_dot_ptr, target_dot_segment_stride, target_dot_row_stride, target_dot_col_stride,
-    label_ptr, loss_ptr, lse_ptr, loss_dot_ptr, lse_dot_ptr,
-    out_segment_stride, out_row_stride, out_col_stride, parts_ptr, num_splits, num_rows,
-    num_cols: tl.constexpr, DTYPE: tl.constexpr, AXES: tl.constexpr, TWO_LEVEL: tl.constexpr, ALIGN: tl.constexpr,
-    ROW_ALIGN: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, MODE: tl.constexpr,
-    SUM_READS: tl.constexpr, EMIT_READS: tl.constexpr, STAGES: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
-    GROUP: tl.constexpr, PICKS: tl.constexpr, SMOOTHING: tl.constexpr,
-):  # fmt: skip
-    """Loss and lse of each row, and their tangents where there is one of x or of the probabilities."""
-    HAS_T: tl.constexpr = target_ptr is not None or SMOOTHING != 0.0
-    HAS_DOT: tl.constexpr = target_dot_ptr is not None or (HAS_T and x_dot_ptr is not None)
-    WANTED: tl.constexpr = (
-        3 + (4 if x_dot_ptr is not None else 0) + (8 if HAS_T else 0) + (16 if HAS_DOT else 0)
-        + (32 if target_ptr is not None else 0) + (64 if target_dot_ptr is not None else 0)
-    )  # fmt: skip
-    row_op(
-        (x_ptr, target_ptr, x_dot_ptr, target_dot_ptr),
-        ((x_segment_stride, x_row_stride, x_col_stride),
-         (target_segment_stride, target_row_stride, target_col_stride),
-         (x_dot_segment_stride, x_dot_row_stride, x_dot_col_stride),
-         (target_dot_segment_stride, target_dot_row_stride, target_dot_col_stride)),
-        (), (), (label_ptr,), 1, (), (out_segment_stride, out_row_stride, out_col_stride),
-        (loss_ptr, lse_ptr, loss_dot_ptr, lse_dot_ptr), parts_ptr, num_splits, num_rows,
-        None, (_LOWEST, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0), num_cols, DTYPE, AXES, TWO_LEVEL, ALIGN, ROW_ALIGN,
-        BLOCK_ROWS, BLOCK_COLS, MODE, SUM_READS, EMIT_READS, STAGES, BLOCK_SPLITS,
-        STATS=_fwd_stats, FOLD=_fwd_fold, MERGE=_fwd_merge, WANTED=WANTED, EPS=WANTED, OTHER=_LOWEST, GROUP=GROUP,
-        ROWS=_fwd_rows, NUMBERS=(1.0 - SMOOTHING, SMOOTHING / num_cols), PICKS=PICKS,
-    )  # fmt: skip
+_OPERANDS = {"x": ("x", "target", "x_dot", "target_dot"), "numbers": 2, "other": -math.inf, "any_strides": True}
+# Loss and lse of each row, and their tangents where there is one of x or of the probabilities.
+cross_entropy_sums_kernel = row_kernel(
+    "cross_entropy_sums_kernel",
+    **_OPERANDS,
+    r=("label",),
+    s=("loss", "lse", "loss_dot", "lse_dot"),
+    options=("EPS", "GROUP", "PICKS"),
+    first=-math.inf,
+    stats=_fwd_stats,
+    fold=_fwd_fold,
+    merge=_fwd_merge,
+    rows=_fwd_rows,
+)
 
 
 # Gradient: the same operands; the sums of the probabilities, of p * x_dot and of the tangent of the probabilities. The
@@ -247,31 +227,12 @@ def _gradient_emit(x, p, r, s, mask, num_cols: tl.constexpr):
     return x_bar + prob * a_dot, target_bar * r[6]
 
 
-@stride_independent_jit
-def cross_entropy_gradient_kernel(
-    x_ptr, x_segment_stride, x_row_stride, x_col_stride,
-    target_ptr, target_segment_stride, target_row_stride, target_col_stride,
-    x_dot_ptr, x_dot_segment_stride, x_dot_row_stride, x_dot_col_stride,
-    target_dot_ptr, target_dot_segment_stride, target_dot_row_stride, target_dot_col_stride,
-    label_ptr, lse_ptr, u_ptr, v_ptr, u_dot_ptr, v_dot_ptr, x_bar_ptr, target_bar_ptr,
-    out_segment_stride, out_row_stride, out_col_stride, parts_ptr, num_splits, num_rows,
-    num_cols: tl.constexpr, DTYPE: tl.constexpr, AXES: tl.constexpr, TWO_LEVEL: tl.constexpr, ALIGN: tl.constexpr,
-    ROW_ALIGN: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, MODE: tl.constexpr,
-    SUM_READS: tl.constexpr, EMIT_READS: tl.constexpr, STAGES: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
-    SMOOTHING: tl.constexpr,
-):  # fmt: skip
-    """x_bar and target_bar, or their tangents, those for which there is memory."""
-    row_op(
-        (x_ptr, target_ptr, x_dot_ptr, target_dot_ptr),
-        ((x_segment_stride, x_row_stride, x_col_stride),
-         (target_segment_stride, target_row_stride, target_col_stride),
-         (x_dot_segment_stride, x_dot_row_stride, x_dot_col_stride),
-         (target_dot_segment_stride, target_dot_row_stride, target_dot_col_stride)),
-        (), (), (label_ptr, lse_ptr, u_ptr, v_ptr, u_dot_ptr, v_dot_ptr), 6, (x_bar_ptr, target_bar_ptr),
-        (out_segment_stride, out_row_stride, out_col_stride), (None, None, None), parts_ptr, num_splits, num_rows,
-        _gradient_emit, (0.0, 0.0, 0.0), num_cols, DTYPE, AXES, TWO_LEVEL, ALIGN, ROW_ALIGN,
-        BLOCK_ROWS, BLOCK_COLS, MODE, SUM_READS, EMIT_READS, STAGES, BLOCK_SPLITS, TERMS=_gradient_terms,
-        WANTED=(1 if target_ptr is not None else 0) + (2 if x_dot_ptr is not None else 0)
-        + (4 if target_dot_ptr is not None else 0),
-        OTHER=_LOWEST, NUMBERS=(1.0 - SMOOTHING, SMOOTHING / num_cols),
-    )  # fmt: skip
+# x_bar and target_bar, or their tangents, those for which there is memory.
+cross_entropy_gradient_kernel = row_kernel(
+    "cross_entropy_gradient_kernel",
+    **_OPERANDS,
+    r=("label", "lse", "u", "v", "u_dot", "v_dot"),
+    out=("x_bar", "target_bar"),
+    terms=_gradient_terms,
+    emit=_gradient_emit,
+)

@@ -46,6 +46,11 @@ def _operands(
     return {"x": x, "target": None, "x_dot": x_dot, "target_dot": None}, target
 
 
+def _numbers(x: Tensor, dim: int, smoothing: float) -> dict[str, float]:
+    """Keep and share of t."""
+    return {"NUMBER_0": 1.0 - smoothing, "NUMBER_1": smoothing / x.shape[dim]}
+
+
 def _launch_sums(
     x: Tensor,
     target: Tensor,
@@ -64,7 +69,8 @@ def _launch_sums(
     # share alone, and with a tangent another; of probabilities their own sums.
     has_x_dot, has_target_dot = "x_dot" in present, "target_dot" in present
     has_t = label is None or smoothing != 0.0
-    wanted = 2 + has_x_dot + has_t + (has_target_dot or (has_t and has_x_dot)) + (label is None) + has_target_dot
+    has_dot, has_target = has_target_dot or (has_t and has_x_dot), label is None
+    wanted = 3 + 4 * has_x_dot + 8 * has_t + 16 * has_dot + 32 * has_target + 64 * has_target_dot
     launch_map(
         cross_entropy_sums_kernel,
         inputs,
@@ -75,7 +81,8 @@ def _launch_sums(
         statistics={"label": label},
         row_outputs={name: results.get(name) for name in _ROW_RESULTS},
         picks=() if label is None else present,
-        SMOOTHING=smoothing,
+        EPS=wanted,
+        **_numbers(x, dim, smoothing),
     )
     return [*results.values()]
 
@@ -128,23 +135,25 @@ def _launch_gradient(
     dim: int,
     smoothing: float,
     bars: Mapping[str, Tensor | None],
-    wanted: Sequence[bool],
+    results: Sequence[bool],
 ) -> tuple[Tensor, Tensor]:
     inputs, label = _operands(x, target, x_dot, target_dot)
-    x_bar = torch.empty(x.shape, dtype=x.dtype, device=x.device) if wanted[0] else None
+    x_bar = torch.empty(x.shape, dtype=x.dtype, device=x.device) if results[0] else None
     target_bar = None
-    if wanted[1] and label is None:
+    if results[1] and label is None:
         target_bar = torch.empty(x.shape, dtype=target.dtype, device=x.device)
-    summed = [name for name in ("target", "x_dot", "target_dot") if inputs[name] is not None]
+    terms = ("target", "x_dot", "target_dot")
+    summed = [name for name in terms if inputs[name] is not None]
+    wanted = sum(1 << place for place, name in enumerate(terms) if name in summed)
     launch_map(
         cross_entropy_gradient_kernel,
         inputs,
         {"x_bar": x_bar, "target_bar": target_bar},
         dim,
-        RowSums(3, ["x", *summed], len(summed)) if summed else RowSums(),
+        RowSums(3, ["x", *summed] if summed else (), wanted),
         statistics={"label": label, "lse": lse, **bars},
         num_results=3 if len(summed) == 3 else 1 + (x_dot is not None),
-        SMOOTHING=smoothing,
+        **_numbers(x, dim, smoothing),
     )
     return x.new_empty(0) if x_bar is None else x_bar, x.new_empty(0) if target_bar is None else target_bar
 

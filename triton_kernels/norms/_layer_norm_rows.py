@@ -103,7 +103,6 @@ class Planes(NamedTuple):
     operands: Operands
     plan: RowPlan
     sums: RowSums
-    wanted: int
     num_samples: int
 
     @classmethod
@@ -121,7 +120,7 @@ class Planes(NamedTuple):
             view = row_view(tensors, 1, batch_ndim if differ else None)
         planes = operands._replace(view=view, groups=groups * channels, run=run, planes=channels)
         wanted = sum(1 << number for number, total in enumerate(totals) if total is not None)
-        sums = RowSums(len(totals), (*planes.names, *planes.params), wanted.bit_count())
+        sums = RowSums(len(totals), (*planes.names, *planes.params), wanted)
         num_operands = sum(tensor is not None for tensor in tensors)
         itemsize = next(tensor.element_size() for tensor in tensors if tensor is not None)
         if view.along_rows:
@@ -133,7 +132,7 @@ class Planes(NamedTuple):
         else:
             sizes = (*planes.sizes(), itemsize, num_operands)
             plan = plan_layer_norm_second_rows(*sizes, planes.device, planes.is_aligned(itemsize))
-        return cls(planes, plan, sums, wanted, math.prod(samples))
+        return cls(planes, plan, sums, math.prod(samples))
 
     def partial_rows(self) -> tuple[int, int]:
         """How many partial rows it leaves, one of each sample, and their columns, which are channels."""
@@ -162,6 +161,6 @@ class Planes(NamedTuple):
         scratch = (*statistics, *outputs) if parts is not None else tuple(statistics)
         given = {**self.operands.statistics, **statistics}
         operands = self.operands._replace(statistics=given, row_outputs=outputs, scratch=scratch)
-        launch_rows(kernel, operands, self.plan, self.sums, (), row_parts, WANTED=self.wanted, **constants)
+        launch_rows(kernel, operands, self.plan, self.sums, (), row_parts, **constants)
         if parts is not None:
             add_partial_rows(parts, [*totals.values()], num_groups, self.partial_rows()[1])

@@ -34,10 +34,8 @@ import triton
 import triton.language as tl
 
 from triton_kernels.norms._layer_norm_steps import project, with_param_dots, x_hat_of
-from triton_kernels.rows.kernel import row_op
-from triton_kernels.rows.sums import row_sums_op
+from triton_kernels.rows.template import row_kernel, row_sums_kernel
 from triton_kernels.rows.tiles import add_tiles, nothing, sums_of
-from triton_kernels.runtime.kernel import batch_independent_jit
 
 
 @triton.jit
@@ -191,67 +189,6 @@ def _columns(x, p, r, s, mask, num_cols: tl.constexpr):
     return weight, weight_dot, bias
 
 
-@batch_independent_jit
-def layer_norm_second_kernel(
-    x_dot_ptr, x_dot_segment_stride, x_dot_row_stride, x_dot_col_stride,
-    y_bar_ptr, y_bar_segment_stride, y_bar_row_stride, y_bar_col_stride,
-    x_ptr, x_segment_stride, x_row_stride, x_col_stride,
-    y_bar_dot_ptr, y_bar_dot_segment_stride, y_bar_dot_row_stride, y_bar_dot_col_stride,
-    weight_ptr, weight_stride, weight_dot_ptr, weight_dot_stride, bias_dot_ptr, bias_dot_stride,
-    mean_ptr, rstd_ptr, y_bar_bar_ptr, x_bar_ptr, x_dot_bar_ptr, out_segment_stride, out_row_stride, out_col_stride,
-    x_dot_sum_ptr, x_dot_x_hat_sum_ptr, parts_ptr, num_splits, num_rows,
-    num_cols: tl.constexpr, DTYPE: tl.constexpr, AXES: tl.constexpr, TWO_LEVEL: tl.constexpr,
-    ALIGN: tl.constexpr, ROW_ALIGN: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
-    MODE: tl.constexpr, SUM_READS: tl.constexpr, EMIT_READS: tl.constexpr, STAGES: tl.constexpr,
-    BLOCK_SPLITS: tl.constexpr, GROUPS: tl.constexpr, RUN: tl.constexpr, WANTED: tl.constexpr,
-):  # fmt: skip
-    """Derivatives of rows, and the sums of x_dot for a kernel that sums over rows."""
-    IS_BENT: tl.constexpr = WANTED >> 6 == 1 and mean_ptr is not None
-    row_op(
-        (x_dot_ptr, y_bar_ptr, x_ptr, y_bar_dot_ptr),
-        ((x_dot_segment_stride, x_dot_row_stride, x_dot_col_stride),
-         (y_bar_segment_stride, y_bar_row_stride, y_bar_col_stride), (x_segment_stride, x_row_stride, x_col_stride),
-         (y_bar_dot_segment_stride, y_bar_dot_row_stride, y_bar_dot_col_stride)),
-        (weight_ptr, weight_dot_ptr, bias_dot_ptr), (weight_stride, weight_dot_stride, bias_dot_stride),
-        (mean_ptr, rstd_ptr), 2, (y_bar_bar_ptr, x_bar_ptr, x_dot_bar_ptr),
-        (out_segment_stride, out_row_stride, out_col_stride),
-        (x_dot_sum_ptr, x_dot_x_hat_sum_ptr, None, None, None, None, None), parts_ptr, num_splits, num_rows, _emit,
-        (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0), num_cols, DTYPE, AXES, TWO_LEVEL, ALIGN, ROW_ALIGN, BLOCK_ROWS, BLOCK_COLS,
-        MODE, SUM_READS, EMIT_READS, STAGES, BLOCK_SPLITS, TERMS=_all_terms, STATS=_stats if IS_BENT else None,
-        ANCHOR=_anchor if IS_BENT else None, FOLD=_fold if IS_BENT else None, MERGE=_merge if IS_BENT else None,
-        WANTED=WANTED, GROUPS=GROUPS, RUN=RUN,
-    )  # fmt: skip
-
-
-@batch_independent_jit
-def layer_norm_second_sums_kernel(
-    x_dot_ptr, x_dot_segment_stride, x_dot_row_stride, x_dot_col_stride,
-    y_bar_ptr, y_bar_segment_stride, y_bar_row_stride, y_bar_col_stride,
-    x_ptr, x_segment_stride, x_row_stride, x_col_stride,
-    y_bar_dot_ptr, y_bar_dot_segment_stride, y_bar_dot_row_stride, y_bar_dot_col_stride,
-    weight_ptr, weight_stride, weight_dot_ptr, weight_dot_stride, bias_dot_ptr, bias_dot_stride,
-    mean_ptr, rstd_ptr, x_dot_sum_ptr, x_dot_x_hat_sum_ptr,
-    y_bar_bar_ptr, x_bar_ptr, x_dot_bar_ptr, out_segment_stride, out_row_stride, out_col_stride,
-    weight_part_ptr, weight_dot_part_ptr, bias_part_ptr, num_splits, num_rows,
-    num_cols: tl.constexpr, DTYPE: tl.constexpr, AXES: tl.constexpr, ALIGN: tl.constexpr, BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLS: tl.constexpr, STAGES: tl.constexpr, WANTED: tl.constexpr,
-):  # fmt: skip
-    """Derivatives of rows, and the sums over them; or, from the sums of x_dot, columns of the sums alone."""
-    WRITES: tl.constexpr = WANTED > 0 or y_bar_bar_ptr is not None
-    row_sums_op(
-        (x_dot_ptr, y_bar_ptr, x_ptr, y_bar_dot_ptr),
-        ((x_dot_segment_stride, x_dot_row_stride, x_dot_col_stride),
-         (y_bar_segment_stride, y_bar_row_stride, y_bar_col_stride), (x_segment_stride, x_row_stride, x_col_stride),
-         (y_bar_dot_segment_stride, y_bar_dot_row_stride, y_bar_dot_col_stride)),
-        (weight_ptr, weight_dot_ptr, bias_dot_ptr), (weight_stride, weight_dot_stride, bias_dot_stride),
-        (mean_ptr, rstd_ptr, x_dot_sum_ptr, x_dot_x_hat_sum_ptr), 4, (y_bar_bar_ptr, x_bar_ptr, x_dot_bar_ptr),
-        (out_segment_stride, out_row_stride, out_col_stride), (None, None, None, None, None, None, None),
-        (weight_part_ptr, weight_dot_part_ptr, bias_part_ptr), 3, num_splits, num_rows, _emit, _columns,
-        (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0), num_cols, DTYPE, AXES, ALIGN, BLOCK_ROWS, BLOCK_COLS, STAGES, WRITES,
-        TERMS=_all_terms, STATS=_stats if WANTED >> 6 == 1 and mean_ptr is not None else None, WANTED=WANTED,
-    )  # fmt: skip
-
-
 @triton.jit
 def _plane_terms(x, p, r, mask):
     # Sums over a group as means, of which `_columns` takes a share of one.
@@ -261,28 +198,38 @@ def _plane_terms(x, p, r, mask):
     return _columns(x, p, (r[0], r[1]) + means, (), mask, 1)
 
 
-@batch_independent_jit
-def layer_norm_second_planes_kernel(
-    x_dot_ptr, x_dot_segment_stride, x_dot_row_stride, x_dot_col_stride,
-    y_bar_ptr, y_bar_segment_stride, y_bar_row_stride, y_bar_col_stride,
-    x_ptr, x_segment_stride, x_row_stride, x_col_stride,
-    y_bar_dot_ptr, y_bar_dot_segment_stride, y_bar_dot_row_stride, y_bar_dot_col_stride,
-    mean_ptr, rstd_ptr, x_dot_sum_ptr, x_dot_x_hat_sum_ptr, weight_part_ptr, weight_dot_part_ptr, bias_part_ptr,
-    parts_ptr, num_splits, num_rows,
-    num_cols: tl.constexpr, DTYPE: tl.constexpr, AXES: tl.constexpr, TWO_LEVEL: tl.constexpr,
-    ALIGN: tl.constexpr, ROW_ALIGN: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
-    MODE: tl.constexpr, SUM_READS: tl.constexpr, EMIT_READS: tl.constexpr, STAGES: tl.constexpr,
-    BLOCK_SPLITS: tl.constexpr, PLANES: tl.constexpr, WANTED: tl.constexpr,
-):  # fmt: skip
-    """Derivatives of the parameters of each plane of a group norm, from the sums of x_dot over its group."""
-    row_op(
-        (x_dot_ptr, y_bar_ptr, x_ptr, y_bar_dot_ptr),
-        ((x_dot_segment_stride, x_dot_row_stride, x_dot_col_stride),
-         (y_bar_segment_stride, y_bar_row_stride, y_bar_col_stride), (x_segment_stride, x_row_stride, x_col_stride),
-         (y_bar_dot_segment_stride, y_bar_dot_row_stride, y_bar_dot_col_stride)),
-        (), (), (mean_ptr, rstd_ptr, x_dot_sum_ptr, x_dot_x_hat_sum_ptr), 4, (), (0, 0, 1),
-        (weight_part_ptr, weight_dot_part_ptr, bias_part_ptr), parts_ptr, num_splits, num_rows, None, (0.0, 0.0, 0.0),
-        num_cols, DTYPE, AXES, TWO_LEVEL, ALIGN, ROW_ALIGN, BLOCK_ROWS, BLOCK_COLS, MODE, SUM_READS, EMIT_READS, STAGES,
-        BLOCK_SPLITS, TERMS=_plane_terms, WANTED=WANTED,
-        NUMBERS=(1.0 / (num_cols * PLANES),), PLANES=PLANES,
-    )  # fmt: skip
+_OPERANDS = {"x": ("x_dot", "y_bar", "x", "y_bar_dot"), "p": ("weight", "weight_dot", "bias_dot")}
+_OUT = ("y_bar_bar", "x_bar", "x_dot_bar")
+_X_DOT_SUMS = ("x_dot_sum", "x_dot_x_hat_sum")
+_PARTS = ("weight_part", "weight_dot_part", "bias_part")
+
+# Derivatives of rows, and the sums of x_dot for a kernel that sums over rows; then derivatives of rows with the sums
+# over them, or, from the sums of x_dot, these alone. The second of each is for C, which is no plain sum.
+ROWS = [
+    row_kernel(
+        "layer_norm_second_kernel", **_OPERANDS, r=("mean", "rstd"), out=_OUT, s=_X_DOT_SUMS, emit=_emit, **functions
+    )
+    for functions in ({"terms": _all_terms}, {"stats": _stats, "anchor": _anchor, "fold": _fold, "merge": _merge})
+]
+SUMS = [
+    row_sums_kernel(
+        "layer_norm_second_sums_kernel",
+        **_OPERANDS,
+        r=("mean", "rstd", *_X_DOT_SUMS),
+        out=_OUT,
+        s=_PARTS,
+        emit=_emit,
+        columns=_columns,
+        **functions,
+    )
+    for functions in ({"terms": _all_terms}, {"stats": _stats})
+]
+# Derivatives of the parameters of each plane of a group norm, from the sums of x_dot over its group.
+layer_norm_second_planes_kernel = row_kernel(
+    "layer_norm_second_planes_kernel",
+    _OPERANDS["x"],
+    r=("mean", "rstd", *_X_DOT_SUMS),
+    s=_PARTS,
+    numbers=1,
+    terms=_plane_terms,
+)

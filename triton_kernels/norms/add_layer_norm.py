@@ -19,8 +19,8 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from triton_kernels.norms._add_layer_norm_kernels import (
+    FORWARD,
     add_layer_norm_bwd_kernel,
-    add_layer_norm_fwd_kernel,
     add_layer_norm_jvp_kernel,
     add_layer_norm_x_bar_kernel,
 )
@@ -114,12 +114,10 @@ def _forward(
     operands = _operands(full_size, params, {}, seed, p, norm_ndim, batch_ndim)
     outputs = {"s": s, "y": y, "y_dot": y_dot if has_tangent else None, "s_dot": s_dot if has_tangent else None}
     operands = operands._replace(outputs=outputs, row_outputs={"mean": mean if centered else None, "rstd": rstd})
-    places = 4 if moves else 2
-    sums = RowSums(places, operands.names, places if centered else places // 2, num_anchors=2 * centered)
-    rounded = rounded and x.dtype.itemsize == 2
+    sums = RowSums(4 if moves else 2, operands.names, None, num_anchors=2 * centered).centered_if(centered)
+    then = x.dtype if rounded and x.dtype.itemsize == 2 else None
     with device_guard(x):
-        plan = plan_rows(operands, sums, 4 if moves else 2)
-        launch_rows(add_layer_norm_fwd_kernel, operands, plan, sums, EPS=eps, ROUNDED=rounded)
+        launch_rows(FORWARD[centered, then], operands, plan_rows(operands, sums, sums.places), sums, EPS=eps)
     return y, s, mean, rstd, y_dot, s_dot
 
 
@@ -150,7 +148,7 @@ def add_layer_norm_jvp(
     statistics = {"mean": mean if takes_s and centered else None, "rstd": rstd if takes_s else None}
     full_size = {"s": s, "x_dot": x_dot, "residual_dot": residual_dot}
     operands = _operands(full_size, params, statistics, seed if x_dot is not None else None, p, norm_ndim, batch_ndim)
-    sums = RowSums(2, operands.names, 2 if centered else 1) if moves else NO_SUMS
+    sums = RowSums(2, operands.names).centered_if(centered) if moves else NO_SUMS
     plan = plan_rows(operands, sums)
     if not takes_s:
         operands = operands.only(["bias_dot"])
@@ -198,7 +196,7 @@ def add_layer_norm_bwd(
         plan = plan_layer_norm_params(*operands.sizes(), itemsize, s.device, *options)
     # Of long rows, the cotangents of rows and the sums are written one after the other.
     is_apart = plan is None or plan.looped
-    rows, sums, swept_size = operands, RowSums(2, ("y_bar", "s", "weight"), 2 if centered else 1), 0
+    rows, swept_size, sums = operands, 0, RowSums(2, ("y_bar", "s", "weight")).centered_if(centered)
     if want_rows and is_apart:
         rows = _operands(*given)._replace(outputs=outputs)
         row_plan = plan_rows(rows, sums, 2)
@@ -216,7 +214,8 @@ def add_layer_norm_bwd(
             outputs = outputs if has_rows else dict.fromkeys(outputs)
             operands = operands.only(taken)._replace(outputs=outputs)
             totals = {"weight_part": bars[0], "bias_part": bars[1]}
-            launch_row_sums(add_layer_norm_bwd_kernel, operands, plan, totals, parts, num_groups)
+            sums = sums if has_rows else NO_SUMS
+            launch_row_sums(add_layer_norm_bwd_kernel, operands, plan, totals, parts, num_groups, sums)
     return x_bar, residual_bar, weight_bar, bias_bar
 
 

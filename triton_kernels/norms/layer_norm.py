@@ -28,13 +28,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from triton_kernels.norms._layer_norm_kernels import (
-    layer_norm_bwd_kernel,
-    layer_norm_fwd_kernel,
-    layer_norm_jvp_kernel,
-    layer_norm_planes_kernel,
-    layer_norm_x_bar_kernel,
-)
+from triton_kernels.norms._layer_norm_kernels import FORWARD, JVP, PLANES, X_BAR, layer_norm_bwd_kernel
 from triton_kernels.norms._layer_norm_rows import Planes, empty_like_x, layer_norm_operands, plan_rows
 from triton_kernels.norms._plan import plan_layer_norm_params
 from triton_kernels.rows.launch import NO_SUMS, RowSums, launch_row_sums, launch_rows, num_row_parts, sums_scratch
@@ -117,12 +111,10 @@ def _forward(
     operands = layer_norm_operands({"x": x, "x_dot": x_dot}, params, {}, norm_ndim, batch_ndim, grouped)
     outputs = {"y": y, "y_dot": y_dot if has_tangent else None}
     operands = operands._replace(outputs=outputs, row_outputs={"mean": mean if centered else None, "rstd": rstd})
-    places = 2 if x_dot is None else 4
-    sums = RowSums(places, ("x", "x_dot"), places if centered else places // 2, num_anchors=int(centered))
-    rounded = rounded and x.dtype.itemsize == 2
+    sums = RowSums(2 if x_dot is None else 4, ("x", "x_dot"), None, num_anchors=int(centered)).centered_if(centered)
+    then = "silu" if silu else x.dtype if rounded and x.dtype.itemsize == 2 else None
     with device_guard(x):
-        plan = plan_rows(operands, sums)
-        launch_rows(layer_norm_fwd_kernel, operands, plan, sums, EPS=eps, ROUNDED=rounded, SILU=silu)
+        launch_rows(FORWARD[centered, then], operands, plan_rows(operands, sums), sums, EPS=eps)
     return y, mean, rstd, y_dot
 
 
@@ -152,11 +144,11 @@ def layer_norm_jvp(
     params |= {"weight_dot": weight_dot, "bias_dot": bias_dot}
     statistics = {"mean": mean if takes_x and centered else None, "rstd": rstd if takes_x else None}
     operands = layer_norm_operands({"x": x, "x_dot": x_dot}, params, statistics, norm_ndim, batch_ndim, grouped)
-    sums = NO_SUMS if x_dot is None else RowSums(2, ("x", "x_dot"), 2 if centered else 1)
+    sums = NO_SUMS if x_dot is None else RowSums(2, ("x", "x_dot")).centered_if(centered)
     plan = plan_rows(operands, sums)
     operands = (operands if takes_x else operands.only(["bias_dot"]))._replace(outputs={"y_dot": y_dot})
     with device_guard(x):
-        launch_rows(layer_norm_jvp_kernel, operands, plan, sums, SILU=silu)
+        launch_rows(JVP[silu], operands, plan, sums)
     return y_dot
 
 
@@ -194,7 +186,7 @@ def layer_norm_bwd(
         plan = plan_layer_norm_params(*operands.sizes(), itemsize, x.device, operands.is_aligned(itemsize))
     # Of long rows, and of groups, x_bar and the sums are written one after the other.
     is_apart = plan is None or plan.looped
-    rows, sums, swept_size = operands, RowSums(2, ("y_bar", "x", "weight", "bias"), 2 if centered else 1), 0
+    rows, swept_size, sums = operands, 0, RowSums(2, ("y_bar", "x", "weight", "bias")).centered_if(centered)
     if want_x and is_apart:
         rows = layer_norm_operands(*given)._replace(outputs={"x_bar": x_bar})
         row_plan = plan_rows(rows, sums)
@@ -209,12 +201,13 @@ def layer_norm_bwd(
     totals = {"weight_part": bars[0], "bias_part": bars[1]}
     with device_guard(x):
         if row_plan is not None:
-            launch_rows(layer_norm_x_bar_kernel, rows, row_plan, sums, parts=swept_parts, SILU=silu)
+            launch_rows(X_BAR[silu], rows, row_plan, sums, parts=swept_parts)
         if planes is not None:
-            planes.launch(layer_norm_planes_kernel, totals, parts, num_groups, plane_parts, SILU=silu)
+            planes.launch(PLANES[silu], totals, parts, num_groups, plane_parts)
         if plan is not None:
             has_x_bar = want_x and not is_apart
             taken = ["y_bar", *["x"] * (has_x_bar or bars[0] is not None), *["weight"] * has_x_bar]
             operands = operands.only(taken)._replace(outputs={"x_bar": x_bar if has_x_bar else None})
-            launch_row_sums(layer_norm_bwd_kernel, operands, plan, totals, parts, num_groups)
+            sums = sums if has_x_bar else NO_SUMS
+            launch_row_sums(layer_norm_bwd_kernel, operands, plan, totals, parts, num_groups, sums)
     return x_bar, weight_bar, bias_bar

@@ -12,11 +12,7 @@ import math
 from typing import TYPE_CHECKING
 
 from triton_kernels.norms._layer_norm_rows import Planes, empty_like_x, layer_norm_operands
-from triton_kernels.norms._layer_norm_second_kernels import (
-    layer_norm_second_kernel,
-    layer_norm_second_planes_kernel,
-    layer_norm_second_sums_kernel,
-)
+from triton_kernels.norms._layer_norm_second_kernels import ROWS, SUMS, layer_norm_second_planes_kernel
 from triton_kernels.norms._second_plan import plan_layer_norm_second_rows, plan_layer_norm_second_sums
 from triton_kernels.rows.launch import NO_SUMS, RowSums, launch_row_sums, launch_rows, num_row_parts, sums_scratch
 from triton_kernels.runtime.views import device_guard
@@ -169,14 +165,13 @@ def _launch(
     rows_take, sums_take = _taken(set(results) - of_sums, given), _taken(of_sums, given) if is_apart else taken
     # The kernel over rows finds the sums of x_dot that the one over columns takes.
     leaves_sums = is_apart and "x_dot" in sums_take
-    rows, row_plan, row_sums, wanted, swept_size = operands, None, NO_SUMS, 0, 0
+    rows, row_plan, row_sums, swept_size = operands, None, NO_SUMS, 0
     if is_apart and (rows_take or leaves_sums):
         rows = operands.only({*rows_take, "x", "x_dot"} if leaves_sums else rows_take)
         num_operands = len(rows.given().intersection(_FULL_SIZE))
         row_plan = plan_layer_norm_second_rows(*sizes, num_operands, x.device, is_aligned)
         rows = rows._replace(outputs=of_rows)
-        wanted = _wanted_sums(rows)
-        row_sums = _row_sums(rows, wanted)
+        row_sums = _row_sums(rows)
         swept_size = num_row_parts(rows, row_plan, row_sums)
     num_stats = view.num_segments * view.num_rows * leaves_sums
     # A norm that is not centered takes no mean of x_dot.
@@ -190,16 +185,18 @@ def _launch(
     x_dot_sums: dict[str, Tensor | None] = dict(zip(_X_DOT_SUMS, stats, strict=True))
     if row_plan is not None:
         rows = rows._replace(row_outputs=x_dot_sums)
-        launch_rows(layer_norm_second_kernel, rows, row_plan, row_sums, rows_take, swept_parts, WANTED=wanted)
+        launch_rows(ROWS[row_sums.num_anchors], rows, row_plan, row_sums, rows_take, swept_parts)
     named = dict(zip(_PARTS, totals, strict=True))
     if planes is not None:
-        planes.launch(layer_norm_second_planes_kernel, named, parts, num_groups, plane_parts, x_dot_sums)
+        share = 1.0 / (planes.operands.view.num_cols * planes.operands.planes)
+        kernel, scratch = layer_norm_second_planes_kernel, (plane_parts, x_dot_sums)
+        planes.launch(kernel, named, parts, num_groups, *scratch, NUMBER_0=share)
     if plan is not None:
         operands = operands.only(sums_take)
         outputs = dict.fromkeys(_ROW_RESULTS) if is_apart else of_rows
         operands = operands._replace(outputs=outputs, statistics={**operands.statistics, **x_dot_sums})
-        wanted = 0 if is_apart else _wanted_sums(operands)
-        launch_row_sums(layer_norm_second_sums_kernel, operands, plan, named, parts, num_groups, WANTED=wanted)
+        sums = RowSums(7, (), 0) if is_apart else _row_sums(operands)
+        launch_row_sums(SUMS[sums.num_anchors], operands, plan, named, parts, num_groups, sums)
 
 
 def _taken(results: Collection[str], given: Mapping[str, Tensor | None]) -> set[str]:
@@ -208,26 +205,18 @@ def _taken(results: Collection[str], given: Mapping[str, Tensor | None]) -> set[
     return {name for factor, others in terms for name in (factor, *others) if name and given[name] is not None}
 
 
-def _wanted_sums(operands: Operands) -> int:
-    """A bit for each sum of a row that a kernel takes which reads these operands and writes these outputs."""
+def _row_sums(operands: Operands) -> RowSums:
+    """Sums of a row that a kernel takes which reads these operands and writes these outputs."""
     given = operands.given()
     wanted = {name for name, tensor in operands.outputs.items() if tensor is not None}
     has_h, want_x = "x_dot" in given, "x_bar" in wanted
     has_g = "x_dot_bar" in wanted or (want_x and has_h)
     has_k = want_x and bool(given & {"weight_dot", "y_bar_dot"})
     bits = 0b11 * has_h + 0b1100 * has_g + 0b110000 * has_k + 0b1000000 * (want_x and has_h)
-    return bits if operands.statistics["mean"] is not None else bits & 0b1101010
-
-
-def _row_sums(operands: Operands, wanted: int) -> RowSums:
-    """Sums of the kernel over rows, from the bits of `_wanted_sums`."""
-    if not wanted:
-        return NO_SUMS
-    reads = {"x"}
-    if wanted & 0b11:
-        reads.add("x_dot")
-    if wanted & 0b1100:
-        reads |= {"y_bar", "weight"}
-    if wanted & 0b110000:
-        reads |= {"y_bar_dot", "weight_dot", "weight"} | ({"y_bar"} if "weight_dot" in operands.given() else set())
-    return RowSums(7, reads, wanted.bit_count(), wanted & 0b1000001 == 0b1000001)
+    is_centered = operands.statistics["mean"] is not None
+    reads = {"x"} if bits else set()
+    reads |= {"x_dot"} if has_h else set()
+    reads |= {"y_bar", "weight"} if has_g else set()
+    reads |= {"y_bar_dot", "weight_dot", "weight"} if has_k else set()
+    reads |= {"y_bar"} if has_k and "weight_dot" in given else set()
+    return RowSums(7, reads, bits if is_centered else bits & 0b1101010, is_centered and bits >> 6)

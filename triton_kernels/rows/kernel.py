@@ -101,34 +101,34 @@ def opposite_tile(start, first, stop, BLOCK_COLS: tl.constexpr):
 
 @triton.jit
 def load_parts(
-    parts_ptr, block, num_splits, INIT: tl.constexpr, WANTED: tl.constexpr, BLOCK_ROWS: tl.constexpr,
-    BLOCK_SPLITS: tl.constexpr,
+    parts_ptr, block, num_splits, NUM: tl.constexpr, FIRST: tl.constexpr, WANTED: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
 ):  # fmt: skip
     """The wanted partial results of all slices of a block of rows, `[BLOCK_ROWS, BLOCK_SPLITS]` each."""
     splits = tl.arange(0, BLOCK_SPLITS)
-    NUM: tl.constexpr = len(INIT)
     state = ()
     for i in tl.static_range(NUM):
         if (WANTED >> i) & 1:
             offset = (block.to(tl.int64) * NUM + i) * num_splits * BLOCK_ROWS
             offsets = tl.arange(0, BLOCK_ROWS)[:, None] + (splits * BLOCK_ROWS)[None, :]
             mask = (splits < num_splits)[None, :]
-            state = state + (tl.load(parts_ptr + offset + offsets, mask=mask, other=INIT[i]),)
+            state = state + (tl.load(parts_ptr + offset + offsets, mask=mask, other=FIRST if i == 0 else 0.0),)
     return state
 
 
 @triton.jit
 def row_op(  # noqa: C901 - its branches are settled when it is compiled
     x_ptrs, x_strides, p_ptrs, p_strides, r_ptrs, NUM_R: tl.constexpr, out_ptrs, out_strides, s_ptrs, parts_ptr,
-    num_splits, num_rows, EMIT: tl.constexpr, INIT: tl.constexpr, num_cols: tl.constexpr, DTYPE: tl.constexpr,
-    AXES: tl.constexpr, TWO_LEVEL: tl.constexpr, ALIGN: tl.constexpr, ROW_ALIGN: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, MODE: tl.constexpr, SUM_READS: tl.constexpr,
-    EMIT_READS: tl.constexpr, STAGES: tl.constexpr, BLOCK_SPLITS: tl.constexpr, TERMS: tl.constexpr = None,
-    STATS: tl.constexpr = None, ANCHOR: tl.constexpr = None, FOLD: tl.constexpr = None, MERGE: tl.constexpr = None,
-    WANTED: tl.constexpr = 65535, EPS: tl.constexpr = 0.0, OTHER: tl.constexpr = 0.0, ROUNDED: tl.constexpr = None,
-    GROUP: tl.constexpr = 1, ROWS: tl.constexpr = None, NUMBERS: tl.constexpr = None, PICKS: tl.constexpr = None,
-    scale_low=None, scale_high=None, ANCHOR_READS: tl.constexpr = 1, MIX: tl.constexpr = None, noise=None,
-    GROUPS: tl.constexpr = 1, RUN: tl.constexpr = 0, PLANES: tl.constexpr = 1,
+    num_splits, num_rows, num_cols: tl.constexpr, DTYPE: tl.constexpr, AXES: tl.constexpr, TWO_LEVEL: tl.constexpr,
+    ALIGN: tl.constexpr, ROW_ALIGN: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+    MODE: tl.constexpr, SUM_READS: tl.constexpr, EMIT_READS: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr, NUM: tl.constexpr, WANTED: tl.constexpr, EMIT: tl.constexpr = None,
+    TERMS: tl.constexpr = None, STATS: tl.constexpr = None, ANCHOR: tl.constexpr = None, FOLD: tl.constexpr = None,
+    MERGE: tl.constexpr = None, ROWS: tl.constexpr = None, MIX: tl.constexpr = None, FIRST: tl.constexpr = 0.0,
+    OTHER: tl.constexpr = 0.0, EPS: tl.constexpr = 0.0, ROUNDED: tl.constexpr = None, GROUP: tl.constexpr = 1,
+    NUMBERS: tl.constexpr = None, PICKS: tl.constexpr = None, scale_low=None, scale_high=None,
+    ANCHOR_READS: tl.constexpr = 1, noise=None, GROUPS: tl.constexpr = 1, RUN: tl.constexpr = 0,
+    PLANES: tl.constexpr = 1,
 ):  # fmt: skip
     """Do an op to this program's rows, or to its slice of them.
 
@@ -145,8 +145,6 @@ def row_op(  # noqa: C901 - its branches are settled when it is compiled
         parts_ptr: Partial results `[blocks, len(INIT), num_splits, BLOCK_ROWS]` of rows that programs share.
         num_splits: Programs that share a row.
         num_rows: Rows of a segment.
-        EMIT: The op's function that writes. The module's docstring describes it, and `TERMS` to `MERGE` below.
-        INIT: First value of each sum.
         num_cols: Columns of a row.
         DTYPE: Dtype of the arithmetic.
         AXES: Adjacent axis of each operand, and behind them of the outputs, two bits each (see `tiles.tile_offsets`).
@@ -160,18 +158,22 @@ def row_op(  # noqa: C901 - its branches are settled when it is compiled
         EMIT_READS: Bits of the operands that a sweep reads again to write.
         STAGES: Of the loop that sums.
         BLOCK_SPLITS: Power of two, at least `num_splits`.
-        TERMS: Plain sums, or None.
-        STATS: Sums of a row that is held, or None.
-        ANCHOR: Begins a sweep, or None.
-        FOLD: A step of a sweep, or None.
-        MERGE: Ends a sweep, or None.
-        WANTED: Bits of the sums that are taken, of `TERMS`.
+        NUM: Places for sums of a row.
+        WANTED: Bits of those that are taken.
+        EMIT: The op's functions, up to `MIX`, are in the module's docstring; None for one that it has not.
+        TERMS: See there.
+        STATS: See there.
+        ANCHOR: See there.
+        FOLD: See there.
+        MERGE: See there.
+        ROWS: See there.
+        MIX: See there.
+        FIRST: First value of the first sum; those of the others are 0.
         EPS: Handed to `STATS` and `MERGE`.
         OTHER: Value of the first operand past the end of a row; the others are zero.
         ROUNDED: Dtype to which the first operand is rounded before anything else, if any.
         GROUP: If not 1, columns of each lane of a state (see `tiles.grouped`): `FOLD` takes tiles
             `[BLOCK_ROWS, group, lanes]`, and a mask `[1, 1, lanes]` of whole groups or `[1, group, lanes]`.
-        ROWS: Numbers of a row, or None.
         NUMBERS: If given, the statistics end with these, or `nothing()` for zeros, and the parameters with the numbers
             of the columns.
         PICKS: Bits of the operands of which each row's element in one column is read, that of its first statistic;
@@ -179,7 +181,6 @@ def row_op(  # noqa: C901 - its branches are settled when it is compiled
         scale_low: If given, the statistics end with a factor, of which these are the bits (see `float64_bits`).
         scale_high: Likewise.
         ANCHOR_READS: Bits of the operands that `ANCHOR` takes.
-        MIX: Makes other tiles of those that are loaded, or None.
         noise: The arguments of `begin_stream`.
         GROUPS: Rows, one after another, with parameters of their own, where columns share them.
         RUN: Columns that share a number of a parameter; 0 if each has its own, which all rows share. Negative if so
@@ -188,7 +189,6 @@ def row_op(  # noqa: C901 - its branches are settled when it is compiled
     """
     ALL: tl.constexpr = 65535
     NUM_X: tl.constexpr = len(x_strides)
-    NUM: tl.constexpr = len(INIT)
     SUM_PARAMS: tl.constexpr = SUM_READS >> NUM_X
     LANES: tl.constexpr = BLOCK_COLS // (GROUP if GROUP > 0 else -GROUP)
     block, split, first_col, stop_col = row_slice(num_splits, num_cols, BLOCK_COLS, MODE)
@@ -226,10 +226,11 @@ def row_op(  # noqa: C901 - its branches are settled when it is compiled
             x = MIX(x, stream, out_ptrs, flat_row, 0, num_cols, BLOCK_COLS, DTYPE)
         p = load_params(p_ptrs, p_strides, segment, cols, col_mask, SUM_PARAMS, DTYPE, ALIGN, p_row, RUN, 0, num_cols)
         c = () if NUMBERS is None else (cols[None, :],)
-        s = ()
-        if STATS is not None:
+        if not WANTED:
+            s = in_places((), NUM, 0)
+        elif STATS is not None:
             s = STATS(x, p + c, r, mask, num_cols, EPS)
-        elif NUM > 0:
+        else:
             s = in_places(sums_of(wanted_of(TERMS(x, p + c, r, mask), WANTED)), NUM, WANTED)
         # Behind the sums, so that no register holds such a parameter while they are reduced.
         LATE: tl.constexpr = ALL - SUM_PARAMS
@@ -243,7 +244,7 @@ def row_op(  # noqa: C901 - its branches are settled when it is compiled
         store_tiles(s_ptrs, s if ROWS is None else ROWS(s, r, num_cols), flat_row, row_mask)
     else:
         if MODE == "writes":
-            state = load_parts(parts_ptr, block, num_splits, INIT, WANTED, BLOCK_ROWS, BLOCK_SPLITS)
+            state = load_parts(parts_ptr, block, num_splits, NUM, FIRST, WANTED, BLOCK_ROWS, BLOCK_SPLITS)
             if MERGE is not None:
                 size = slice_cols(num_splits, num_cols, BLOCK_COLS)
                 # In int64: past the last slice, their product can exceed what the row's own columns fit in.
@@ -268,7 +269,7 @@ def row_op(  # noqa: C901 - its branches are settled when it is compiled
             state = ()
             for i in tl.static_range(NUM):
                 if (WANTED >> i) & 1:
-                    state = state + (tl.full((BLOCK_ROWS, LANES), INIT[i], DTYPE),)
+                    state = state + (tl.full((BLOCK_ROWS, LANES), FIRST if i == 0 else 0.0, DTYPE),)
             for start in tl.range(first_col, stop_col, BLOCK_COLS, num_stages=STAGES):
                 cols = (start + lanes).to(tl.int64)
                 col_mask = (cols < num_cols)[None, :]

@@ -42,7 +42,7 @@ class Operands(NamedTuple):
     another. The dtype is that of the arithmetic. Of `seeds` a program reads one, and draws `noise` from it. Where a
     `run` of columns shares a number of a parameter, so many rows, one after another, make `groups` of numbers (it is
     negative where so many columns are adjacent, and the next ones have the same numbers); so many `planes` share a
-    statistic. What the kernel has another name for goes into that of its `slots`.
+    statistic.
     """
 
     view: RowView
@@ -59,7 +59,6 @@ class Operands(NamedTuple):
     groups: int = 1
     run: int = 0
     planes: int = 1
-    slots: Mapping[str, str] = MappingProxyType({})
 
     def arguments(self) -> dict[str, Any]:
         """Arguments of the kernel, and constants that follow from the operands alone."""
@@ -67,10 +66,10 @@ class Operands(NamedTuple):
         found: dict[str, Any] = {}
         for name, strides in zip((*self.names, "out"), (*view.strides, view.out_strides), strict=True):
             for axis, stride in zip(("segment", "row", "col"), strides, strict=True):
-                found[f"{self.slots.get(name, name)}_{axis}_stride"] = stride
+                found[f"{name}_{axis}_stride"] = stride
         full_size = dict(zip(self.names, view.tensors, strict=True))
         tensors = {**full_size, **self.statistics, **self.outputs, **self.row_outputs}
-        found |= {f"{self.slots.get(name, name)}_ptr": tensor for name, tensor in tensors.items()}
+        found |= {f"{name}_ptr": tensor for name, tensor in tensors.items()}
         for name, (param, stride) in self.params.items():
             found |= {f"{name}_ptr": param, f"{name}_stride": stride}
         return found | {
@@ -158,9 +157,9 @@ class RowSums(NamedTuple):
     """Sums that a kernel on `rows.row_op` finds of a row before it writes.
 
     Attributes:
-        places: How many sums it has a place for; 0 where it has to sum nothing.
+        places: How many sums it has a place for.
         reads: Operands and parameters that the sums take.
-        wanted: How many of the places are taken; None for all.
+        wanted: Bits of the places that are taken; None for all.
         num_anchors: A sweep begins with the first tile of so many operands.
     """
 
@@ -169,13 +168,27 @@ class RowSums(NamedTuple):
     wanted: int | None = None
     num_anchors: int = 0
 
+    @property
+    def bits(self) -> int:
+        """Bits of the places that are taken."""
+        return (1 << self.places) - 1 if self.wanted is None else self.wanted
+
+    def centered_if(self, centered: bool) -> RowSums:
+        """Of a norm: all sums, or without a mean every second one, from the second on."""
+        return self if centered else self._replace(wanted=self.bits & 0b1010)
+
+    @property
+    def count(self) -> int:
+        """How many of the places are taken."""
+        return self.bits.bit_count()
+
 
 NO_SUMS = RowSums()
 
 
 def num_row_parts(operands: Operands, plan: RowPlan, sums: RowSums) -> int:
     """Partial results of `launch_rows`: none where one program has a whole row."""
-    if not plan.looped or plan.col_splits == 1:
+    if not plan.looped or plan.col_splits == 1 or not sums.bits:
         return 0
     return operands.num_blocks(plan.block_rows) * sums.places * plan.col_splits * plan.block_rows
 
@@ -223,12 +236,15 @@ def launch_rows(
         "SUM_READS": sum(1 << number for number, name in enumerate(order) if name in sums.reads),
         "EMIT_READS": sum(1 << number for number, name in enumerate(order) if name in writes),
         "STAGES": plan.loop_stages,
+        "NUM": sums.places,
+        "WANTED": sums.bits,
+        "ANCHOR_READS": (1 << sums.num_anchors) - 1,
         "GROUP": _group(operands, plan) if plan.looped else 1,
         "PICKS": sum(1 << number for number, name in enumerate(operands.names) if name in picks),
         "BLOCK_SPLITS": block_row_splits(plan.col_splits, chip_of(operands.device)) if num_parts else 1,
         **constants,
     }
-    modes = ("whole",) if not plan.looped else ("writes",) if not sums.places else ("swept",)
+    modes = ("whole",) if not plan.looped else ("writes",) if not sums.bits else ("swept",)
     if num_parts:
         modes = ("sums", "writes")
     options = row_options(plan, chip_of(operands.device))
@@ -251,8 +267,8 @@ def _count_rows(account: Account, operands: Operands, plan: RowPlan, sums: RowSu
         return
     # A sweep that writes reads all parameters.
     writes = {*writes, *operands.params}
-    reads = {name: (sums.places > 0 and name in sums.reads) + (name in writes) for name in names}
-    num_sweeps = 2 if plan.col_splits > 1 and sums.places else 1
+    reads = {name: (sums.bits > 0 and name in sums.reads) + (name in writes) for name in names}
+    num_sweeps = 2 if plan.col_splits > 1 and sums.bits else 1
     operands.add_to(account, reads, num_blocks, num_sweeps * plan.col_splits)
     tensors = dict(zip(operands.names, operands.view.tensors, strict=True))
     for name in operands.names[: sums.num_anchors]:
@@ -266,7 +282,7 @@ def _count_rows(account: Account, operands: Operands, plan: RowPlan, sums: RowSu
         sum(tensor.nbytes for tensor in again if tensor is not None), num_blocks if plan.col_splits == 1 else 1
     )
     num_parts = num_row_parts(operands, plan, sums)
-    nbytes = num_parts * operands.dtype.itemsize * (sums.places if sums.wanted is None else sums.wanted)
+    nbytes = num_parts * operands.dtype.itemsize * sums.count
     if num_parts:
         nbytes //= sums.places
         account.scratch(nbytes)
@@ -296,7 +312,7 @@ def launch_row_sums(
     totals: Mapping[str, Tensor | None],
     parts: Sequence[Tensor | None] | None,
     num_groups: int,
-    **constants: Any,
+    sums: RowSums = NO_SUMS,
 ) -> None:
     """Launch a kernel on `sums.row_sums_op`, and the sum of its partial rows, which `sums_scratch` has made.
 
@@ -312,7 +328,9 @@ def launch_row_sums(
         "BLOCK_ROWS": plan.block_rows,
         "BLOCK_COLS": plan.block_cols,
         "STAGES": plan.loop_stages,
-        **constants,
+        "NUM": sums.places,
+        "WANTED": sums.bits,
+        "WRITES": bool(sums.bits) or any(output is not None for output in operands.outputs.values()),
     }
     _launch(kernel, num_parts * col_blocks, values, row_options(plan, chip_of(operands.device)))
     account = current_account()

@@ -9,32 +9,26 @@ and `EMIT`, for operands x and numbers r of a row, which end with the scale if t
         x are y_bar, k and x_dot; the tiles that are written are those of y_bar_bar, k_bar and x_dot_bar
     bwd_jvp_terms(x, p, r, mask), bwd_jvp_emit(x, p, r, s, mask, num_cols)
         x are y_bar, k, y_bar_dot and k_dot; the one tile that is written is that of x_bar_dot
+    fwd_terms(x, p, r, mask), fwd_emit(x, p, r, s, mask, num_cols)
+        of a map that keeps no numbers, if it needs no more than plain sums: x are x and x_dot, for y and y_dot
 
-The forward of a map that keeps no numbers is made likewise of two functions that are named `pairing_terms` and
-`pairing_emit` too: k is x, and the tiles that are written are those of y and y_dot.
-
-`derivative_kernel` makes its kernel of them, and `RowMapKernels`, of what each result takes, its launchers.
+`RowMapKernels` makes the kernels of them, and, of what each result takes, the launchers.
 """
-
-# Pyright takes device functions for Python.
-# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 
 import functools
 import inspect
-from types import FunctionType
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 
-from triton_kernels.rows.kernel import row_op
 from triton_kernels.rows.launch import Operands, RowSums, launch_rows
 from triton_kernels.rows.map_plan import plan_log_softmax
+from triton_kernels.rows.template import row_kernel
 from triton_kernels.rows.view import reduction_view
-from triton_kernels.runtime.kernel import stride_independent_jit
+from triton_kernels.runtime.kernel import Kernel
 from triton_kernels.runtime.numbers import accumulation_dtype, float64_bits
 from triton_kernels.runtime.views import device_guard
 from triton_kernels.tuning import tunable
@@ -43,69 +37,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
     from torch import Tensor
-
-    from triton_kernels.runtime.kernel import Kernel
-
-
-@triton.jit
-def pairing_terms(x, p, r, mask):
-    """A map has its own."""
-    return ()
-
-
-@triton.jit
-def pairing_emit(x, p, r, s, mask, num_cols: tl.constexpr):
-    """A map has its own."""
-    return ()
-
-
-@triton.jit
-def bwd_jvp_terms(x, p, r, mask):
-    """A map has its own."""
-    return ()
-
-
-@triton.jit
-def bwd_jvp_emit(x, p, r, s, mask, num_cols: tl.constexpr):
-    """A map has its own."""
-    return ()
-
-
-def row_map_kernel(
-    y_bar_ptr, y_bar_segment_stride, y_bar_row_stride, y_bar_col_stride, k_ptr, k_segment_stride, k_row_stride,
-    k_col_stride, dot_ptr, dot_segment_stride, dot_row_stride, dot_col_stride,
-    k_dot_ptr, k_dot_segment_stride, k_dot_row_stride, k_dot_col_stride, number_0_ptr, number_1_ptr,
-    scale_low, scale_high, out_0_ptr, out_1_ptr, out_2_ptr, out_segment_stride, out_row_stride, out_col_stride,
-    parts_ptr, num_splits, num_rows, num_cols: tl.constexpr, DTYPE: tl.constexpr, AXES: tl.constexpr,
-    TWO_LEVEL: tl.constexpr, ALIGN: tl.constexpr, ROW_ALIGN: tl.constexpr, BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLS: tl.constexpr, MODE: tl.constexpr, SUM_READS: tl.constexpr, EMIT_READS: tl.constexpr,
-    STAGES: tl.constexpr, BLOCK_SPLITS: tl.constexpr, SUMS: tl.constexpr, WANTED: tl.constexpr, SECOND: tl.constexpr,
-):  # fmt: skip
-    """The results for which there is memory: of the pairing, or (`SECOND`) the tangent of x_bar."""
-    row_op(
-        (y_bar_ptr, k_ptr, dot_ptr, k_dot_ptr),
-        ((y_bar_segment_stride, y_bar_row_stride, y_bar_col_stride), (k_segment_stride, k_row_stride, k_col_stride),
-         (dot_segment_stride, dot_row_stride, dot_col_stride),
-         (k_dot_segment_stride, k_dot_row_stride, k_dot_col_stride)),
-        (), (), (number_0_ptr, number_1_ptr), (0 if number_0_ptr is None else 1) + (0 if number_1_ptr is None else 1),
-        (out_0_ptr, out_1_ptr, out_2_ptr), (out_segment_stride, out_row_stride, out_col_stride),
-        (None, None, None), parts_ptr, num_splits, num_rows, bwd_jvp_emit if SECOND else pairing_emit,
-        (0.0, 0.0) if SUMS == 2 else (0.0, 0.0, 0.0), num_cols, DTYPE, AXES, TWO_LEVEL, ALIGN, ROW_ALIGN, BLOCK_ROWS,
-        BLOCK_COLS, MODE, SUM_READS, EMIT_READS, STAGES, BLOCK_SPLITS,
-        TERMS=bwd_jvp_terms if SECOND else pairing_terms, WANTED=WANTED, scale_low=scale_low, scale_high=scale_high,
-    )  # fmt: skip
-
-
-def derivative_kernel(functions: Mapping[str, Any]) -> Kernel:
-    """`row_map_kernel` with the device functions of a map that are named as those of this module.
-
-    Inductor writes the sources of a kernel out, where a function goes by its own name.
-    """
-    names = [name for name in globals() if name.startswith(("pairing_", "bwd_jvp_"))]
-    own = {getattr(function, "__name__", None): function for function in functions.values()}
-    known = {**globals(), **{name: own[name] for name in names if name in own}}
-    kernel = FunctionType(row_map_kernel.__code__, known, row_map_kernel.__name__)
-    return stride_independent_jit(functools.update_wrapper(kernel, row_map_kernel, updated=()))
 
 
 class Part(NamedTuple):
@@ -122,29 +53,53 @@ class Part(NamedTuple):
     written: tuple[str, ...]
 
 
-class RowMapKernels(NamedTuple):
-    """The kernel of a map, and what its results take.
+@dataclass
+class RowMapKernels:
+    """The kernels of a map, and what their results take.
 
     Attributes:
-        kernel: From `derivative_kernel`.
+        module: Name of the module of its launchers, which ends in that of the map.
+        functions: Its device functions by name, among others perhaps.
         kept: Name of k, `"y"` or `"x"`.
         pairing: By result, y_bar_bar, k_bar and x_dot_bar.
         bwd_jvp: By tangent, y_bar_dot and that of k.
         numbers: Names of the numbers of the rows.
         options: Of the map: the reduced dim, and perhaps the scale.
-        forward: Its kernel, and what y and y_dot take, of x and x_dot; None where the module has launchers of its own.
+        forward: What y and y_dot take, of x and x_dot; None where the module has launchers of its own.
     """
 
-    kernel: Kernel
+    module: str
+    functions: Mapping[str, Any]
     kept: str
     pairing: tuple[Part, Part, Part]
     bwd_jvp: tuple[Part, Part]
     numbers: tuple[str, ...] = ()
     options: tuple[str, ...] = ("dim",)
-    forward: tuple[Kernel, Part, Part] | None = None
+    forward: tuple[Part, Part] | None = None
 
-    def launchers(self, module: str) -> list[Callable[..., Any]]:
-        """`<op>_jvp`, `_bwd`, `_pairing` and `_bwd_jvp` of the op of `module`, by position, of primitives' arguments.
+    def __post_init__(self) -> None:
+        """Make the kernels, by what follows the name of the map in theirs.
+
+        Raises:
+            TypeError: If a device function is missing.
+        """
+        k, self.kernels = self.kept, dict[str, Kernel]()
+        tables = {
+            "pairing": {"x": ("y_bar", k, "x_dot"), "r": self.numbers, "out": self._bars()},
+            "bwd_jvp": {"x": ("y_bar", k, "y_bar_dot", f"{k}_dot"), "r": self.numbers, "out": ("x_bar_dot",)},
+        }
+        if self.forward is not None:
+            tables["fwd"] = {"x": ("x", "x_dot"), "out": ("y", "y_dot")}
+        for role, table in tables.items():
+            slots = {slot: self.functions.get(f"{role}_{slot}") for slot in ("terms", "emit")}
+            name = f"{self.module.rpartition('.')[2]}_{role}_kernel"
+            self.kernels[role] = row_kernel(name, **table, scaled="scale" in self.options, any_strides=True, **slots)
+
+    def _bars(self) -> tuple[str, str, str]:
+        return "y_bar_bar", "output_bar" if self.kept == "y" else "x_bar", "x_dot_bar"
+
+    def launchers(self) -> list[Callable[..., Any]]:
+        """`<op>_jvp`, `_bwd`, `_pairing` and `_bwd_jvp`, by position, of the arguments of the op's primitives.
 
         Behind them come `_fwd` and `_fwd_jvp`, of results in the dtype of x, if there is a `forward`.
 
@@ -161,15 +116,15 @@ class RowMapKernels(NamedTuple):
         }
         if self.forward is not None:
             names |= {"fwd": ("x", *self.options), "fwd_jvp": ("x", "x_dot", *self.options)}
-        return [self._launcher(module, role, of_role) for role, of_role in names.items()]
+        return [self._launcher(role, of_role) for role, of_role in names.items()]
 
-    def _launcher(self, module: str, role: str, names: Sequence[str]) -> Callable[..., Any]:
+    def _launcher(self, role: str, names: Sequence[str]) -> Callable[..., Any]:
         run = getattr(self, f"_{role}")
 
         def launcher(*args: Any) -> Any:
             return run(dict(zip(names, args, strict=True)))
 
-        launcher.__name__, launcher.__module__ = f"{module.rpartition('.')[2]}_{role}", module
+        launcher.__name__, launcher.__module__ = f"{self.module.rpartition('.')[2]}_{role}", self.module
         absent = ("y_bar_dot", f"{self.kept}_dot") if role == "bwd_jvp" else ()
         launcher.__signature__ = inspect.Signature(  # pyright: ignore[reportFunctionMemberAccess]
             [
@@ -189,11 +144,11 @@ class RowMapKernels(NamedTuple):
 
     def _values(self, given: Mapping[str, Any], count: int) -> list[Tensor]:
         assert self.forward is not None  # noqa: S101 - else it has no launcher
-        x, (kernel, *parts) = given["x"], self.forward
-        inputs = {"y_bar": None, "x": x, "x_dot": given.get("x_dot"), "k_dot": None}
-        outputs = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(count)]
-        self._launch(kernel, inputs, [*outputs, None, None][:3], parts, parts[:count], given, SECOND=False)
-        return outputs
+        x, parts = given["x"], self.forward
+        outputs = {name: torch.empty(x.shape, dtype=x.dtype, device=x.device) for name in ("y", "y_dot")[:count]}
+        inputs = {"x": x, "x_dot": given.get("x_dot")}
+        self._launch("fwd", inputs, {"y_dot": None, **outputs}, parts, parts[:count], given)
+        return [*outputs.values()]
 
     def _jvp(self, given: Mapping[str, Any]) -> Tensor:
         return self._gradients(given, (True, False, False))[0]
@@ -207,16 +162,16 @@ class RowMapKernels(NamedTuple):
 
     def _gradients(self, given: Mapping[str, Any], wanted: Sequence[bool]) -> list[Any]:
         k = given[self.kept]
-        inputs = {name: given.get(name) for name in ("y_bar", self.kept, "x_dot", "k_dot")}
-        dtypes = [(k if like is None else like).dtype for like in [*inputs.values()][:3]]
+        inputs = {name: given.get(name) for name in ("y_bar", self.kept, "x_dot")}
+        dtypes = [(k if like is None else like).dtype for like in inputs.values()]
         dtypes[2] = given.get("x_dtype", dtypes[2])
-        outputs = [
-            torch.empty(k.shape, dtype=dtype, device=k.device) if want else None
-            for dtype, want in zip(dtypes, wanted, strict=True)
-        ]
+        outputs = {
+            name: torch.empty(k.shape, dtype=dtype, device=k.device) if want else None
+            for name, dtype, want in zip(self._bars(), dtypes, wanted, strict=True)
+        }
         parts = [part for part, want in zip(self.pairing, wanted, strict=True) if want]
-        self._launch(self.kernel, inputs, outputs, (*self.pairing, *self.bwd_jvp), parts, given, SECOND=False)
-        return outputs
+        self._launch("pairing", inputs, outputs, self.pairing, parts, given)
+        return [*outputs.values()]
 
     def _bwd_jvp(self, given: Mapping[str, Any]) -> Tensor:
         k, dots = given[self.kept], ("y_bar_dot", f"{self.kept}_dot")
@@ -227,43 +182,32 @@ class RowMapKernels(NamedTuple):
             inputs = {name: given[name] for name in ("y_bar", self.kept, *dots)}
             # More than two operands of sums take as many registers as two results.
             num_results = 1 + (len({name for part in parts for name in part.summed}) > 2)
-            every, outputs = (*self.pairing, *self.bwd_jvp), [x_bar_dot, None, None]
-            self._launch(self.kernel, inputs, outputs, every, parts, given, num_results, SECOND=True)
+            self._launch("bwd_jvp", inputs, {"x_bar_dot": x_bar_dot}, self.bwd_jvp, parts, given, num_results)
         return x_bar_dot
 
     def _launch(
         self,
-        kernel: Kernel,
+        role: str,
         inputs: Mapping[str, Tensor | None],
-        outputs: Sequence[Tensor | None],
+        outputs: Mapping[str, Tensor | None],
         every: Sequence[Part],
         parts: Sequence[Part],
         given: Mapping[str, Any],
         num_results: int = 0,
-        **constants: bool,
     ) -> None:
         sums = {place for part in parts for place in part.sums}
-        num_places = max(2, *(1 + place for part in every for place in part.sums))
         summed = [name for name in inputs if any(name in part.summed for part in parts)]
         writes = [name for name in inputs if any(name in part.written for part in parts)]
-        taken = {name: x if name in (self.kept, *summed, *writes) else None for name, x in inputs.items()}
-        names = (*inputs, *self.numbers)
-        slots = dict(zip(names, ("y_bar", "k", "dot", "k_dot", "number_0", "number_1"), strict=False))
-        rows = {name: given.get(name) for name in (*self.numbers, *("number_0", "number_1")[len(self.numbers) :])}
         launch_map(
-            kernel,
-            taken,
-            {f"out_{place}": out for place, out in enumerate(outputs)},
+            self.kernels[role],
+            {name: x if name in (self.kept, *summed, *writes) else None for name, x in inputs.items()},
+            outputs,
             given["dim"],
-            RowSums(num_places, summed, len(sums)),
+            RowSums(1 + max(place for part in every for place in part.sums), summed, sum(1 << place for place in sums)),
             writes,
-            statistics=rows,
+            statistics={name: given[name] for name in self.numbers if name in given},
             num_results=num_results,
-            slots=slots,
-            SUMS=num_places,
-            WANTED=sum(1 << place for place in sums),
             **scale_bits(given.get("scale")),
-            **constants,
         )
 
 
@@ -284,7 +228,6 @@ def launch_map(
     statistics: Mapping[str, Tensor | None] | None = None,
     row_outputs: Mapping[str, Tensor | None] | None = None,
     num_results: int = 0,
-    slots: Mapping[str, str] | None = None,
     **constants: Any,
 ) -> None:
     """Launch a kernel over rows along `dim`, unless there is nothing to write.
@@ -300,7 +243,6 @@ def launch_map(
         statistics: Numbers of the rows that are read, by name.
         row_outputs: Numbers of the rows that are written, by name; None for one that is not wanted.
         num_results: For how many outputs to plan, if it takes the registers of more than there are.
-        slots: The kernel's names of inputs and statistics, where these are others.
         **constants: Further constants of the kernel.
     """
     numbers = {name: None if one is None else one.contiguous() for name, one in (statistics or {}).items()}
@@ -312,7 +254,7 @@ def launch_map(
     view = reduction_view([*inputs.values()], first, dim, may_repeat="mask" in inputs)
     dtypes = dtypes or [tensor.dtype for tensor in inputs.values() if tensor is not None]
     dtype = accumulation_dtype(functools.reduce(torch.promote_types, dtypes))
-    operands = Operands(view, tuple(inputs), {}, numbers, outputs, row_outputs, dtype, first.device, slots=slots or {})
+    operands = Operands(view, tuple(inputs), {}, numbers, outputs, row_outputs, dtype, first.device)
     itemsizes = [tensor.element_size() for tensor in view.tensors if tensor is not None]
     plan = plan_log_softmax(
         (view.num_segments, view.num_rows, view.num_cols),
@@ -323,7 +265,7 @@ def launch_map(
         operands.device,
         max(len(wanted), num_results),
         len(sums.reads),
-        sums.places if sums.wanted is None else sums.wanted,
+        sums.count,
         view.is_aligned(min(itemsizes)),
     )
     if "mask" in inputs:

@@ -36,11 +36,11 @@ from triton_kernels.runtime.philox_steps import begin_stream
 
 @triton.jit
 def row_sums_op(  # noqa: C901 - its branches are settled when it is compiled
-    x_ptrs, x_strides, p_ptrs, p_strides, r_ptrs, NUM_R: tl.constexpr, out_ptrs, out_strides, s_ptrs, sum_ptrs,
-    NUM_SUMS: tl.constexpr, num_splits, num_rows, EMIT: tl.constexpr, COLUMNS: tl.constexpr, INIT: tl.constexpr,
-    num_cols: tl.constexpr, DTYPE: tl.constexpr, AXES: tl.constexpr, ALIGN: tl.constexpr, BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLS: tl.constexpr, STAGES: tl.constexpr, WRITES: tl.constexpr, TERMS: tl.constexpr = None,
-    STATS: tl.constexpr = None, WANTED: tl.constexpr = 65535, MIX: tl.constexpr = None, noise=None,
+    x_ptrs, x_strides, p_ptrs, p_strides, r_ptrs, NUM_R: tl.constexpr, out_ptrs, out_strides, sum_ptrs,
+    NUM_SUMS: tl.constexpr, num_splits, num_rows, num_cols: tl.constexpr, DTYPE: tl.constexpr, AXES: tl.constexpr,
+    ALIGN: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, STAGES: tl.constexpr, NUM: tl.constexpr,
+    WANTED: tl.constexpr, WRITES: tl.constexpr, EMIT: tl.constexpr, COLUMNS: tl.constexpr, TERMS: tl.constexpr = None,
+    STATS: tl.constexpr = None, MIX: tl.constexpr = None, noise=None,
 ):  # fmt: skip
     """Write this program's rows, and the sums over them.
 
@@ -54,7 +54,6 @@ def row_sums_op(  # noqa: C901 - its branches are settled when it is compiled
     ALL: tl.constexpr = 65535
     NUM_COL_BLOCKS: tl.constexpr = tl.cdiv(num_cols, BLOCK_COLS)
     part = tl.program_id(0) // NUM_COL_BLOCKS
-    NUM: tl.constexpr = len(INIT)
     segment = (part // num_splits).to(tl.int64)
     stream = () if MIX is None else begin_stream(noise, segment)
     first_col = (tl.program_id(0) % NUM_COL_BLOCKS) * BLOCK_COLS
@@ -106,11 +105,12 @@ def row_sums_op(  # noqa: C901 - its branches are settled when it is compiled
             p = p + (cast(weights[i], DTYPE) if weights[i].type.is_block() else weights[i],)
         s = ()
         if WRITES:
-            if STATS is not None:
+            if not WANTED:
+                s = in_places((), NUM, 0)
+            elif STATS is not None:
                 s = STATS(x, p, r, mask, num_cols, 0.0)
-            elif NUM > 0:
+            else:
                 s = in_places(sums_of(wanted_of(TERMS(x, p, r, mask), WANTED), HALVES=HALVES), NUM, WANTED)
-            store_tiles(s_ptrs, s, flat_row, row_mask)
             AXIS: tl.constexpr = (AXES >> (2 * len(x_strides))) & 3
             offsets = out_offsets(segment, row, cols, num_rows, out_strides, num_cols, AXIS, ALIGN, start=start)
             store_tiles(out_ptrs, EMIT(x, p, r, s, mask, num_cols), offsets, mask)

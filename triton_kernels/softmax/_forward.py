@@ -8,7 +8,8 @@ import torch
 
 from triton_kernels.rows.launch import RowSums
 from triton_kernels.rows.maps import launch_map, scale_bits
-from triton_kernels.softmax._log_softmax_kernels import log_softmax_fwd_kernel
+from triton_kernels.runtime.numbers import TL_DTYPES
+from triton_kernels.softmax._log_softmax_kernels import FORWARD, LOGARITHM, MASKED, SHARE
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,6 +31,8 @@ def forward_of(
     results = {name: torch.empty(x.shape, dtype=output_dtype or x.dtype, device=x.device) for name in names}
     sums = RowSums(1 + len(names), [name for name, tensor in inputs.items() if tensor is not None])
     dtypes = [results["y"].dtype] if x_dot is None else [results["y"].dtype, x_dot.dtype]
-    constants = {"LOG": scale is None, **scale_bits(scale)}
-    launch_map(log_softmax_fwd_kernel, inputs, {"y_dot": None, **results}, dim, sums, dtypes=dtypes, **constants)
+    kind = LOGARITHM if scale is None else SHARE if mask is None else MASKED
+    constants = {"EPS": kind, "ROUNDED": TL_DTYPES[results["y"].dtype], **scale_bits(scale)}
+    outputs = {"y_dot": None, **results}
+    launch_map(FORWARD[scale is not None], inputs, outputs, dim, sums, dtypes=dtypes, **constants)
     return [*results.values()]

@@ -22,18 +22,20 @@ The jvp is the first result of the pairing by itself, the vjp its last.
 
 from __future__ import annotations
 
+import math
+
 import triton
 import triton.language as tl
 
-from triton_kernels.rows.kernel import row_op, row_slice
-from triton_kernels.rows.tiles import aligned, exponential, nothing, sums_of
-from triton_kernels.runtime.kernel import stride_independent_jit
+from triton_kernels.rows.template import row_kernel
+from triton_kernels.rows.tiles import exponential, nothing, sums_of
 
 _LOWEST = tl.constexpr(float("-inf"))
 
 # Forward: x, and for the tangent of y as well x_dot, and a mask. The sums are the maximum, the logarithm of the sum of
 # exponentials relative to it, or one over that sum, and the mean of x_dot weighted with them.
-_LOGARITHM, _SHARE, _MASKED = (tl.constexpr(kind) for kind in range(3))
+LOGARITHM, SHARE, MASKED = range(3)
+_LOGARITHM, _SHARE, _MASKED = (tl.constexpr(kind) for kind in (LOGARITHM, SHARE, MASKED))
 
 
 @triton.jit
@@ -163,37 +165,25 @@ def _share_emit(x, p, r, s, mask, num_cols: tl.constexpr):
     return y, y_dot
 
 
-@stride_independent_jit
-def log_softmax_fwd_kernel(
-    x_ptr, x_segment_stride, x_row_stride, x_col_stride,
-    x_dot_ptr, x_dot_segment_stride, x_dot_row_stride, x_dot_col_stride,
-    mask_ptr, mask_segment_stride, mask_row_stride, mask_col_stride, mask_repeats, scale_low, scale_high,
-    y_ptr, y_dot_ptr, out_segment_stride, out_row_stride, out_col_stride, parts_ptr, num_splits, num_rows,
-    num_cols: tl.constexpr, DTYPE: tl.constexpr, AXES: tl.constexpr, TWO_LEVEL: tl.constexpr, ALIGN: tl.constexpr,
-    ROW_ALIGN: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, MODE: tl.constexpr,
-    SUM_READS: tl.constexpr, EMIT_READS: tl.constexpr, STAGES: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
-    LOG: tl.constexpr, GROUP: tl.constexpr,
-):  # fmt: skip
-    """y, of x in its dtype as in torch; and the tangent of y where there is one of x.
-
-    If given, so many segments, one after another, share a mask.
-    """
-    if mask_repeats is not None:
-        block = row_slice(num_splits, num_cols, BLOCK_COLS, MODE)[0]
-        sample = (block // tl.cdiv(num_rows, BLOCK_ROWS) // mask_repeats).to(tl.int64)
-        mask_ptr += sample * aligned(mask_segment_stride, ALIGN)
-    row_op(
-        (x_ptr, x_dot_ptr, mask_ptr),
-        ((x_segment_stride, x_row_stride, x_col_stride), (x_dot_segment_stride, x_dot_row_stride, x_dot_col_stride),
-         (mask_segment_stride if mask_repeats is None else 0, mask_row_stride, mask_col_stride)),
-        (), (), (), 0, (y_ptr, y_dot_ptr),
-        (out_segment_stride, out_row_stride, out_col_stride), (None, None, None), parts_ptr, num_splits, num_rows,
-        _log_emit if LOG else _share_emit, (_LOWEST, 0.0) if x_dot_ptr is None else (_LOWEST, 0.0, 0.0), num_cols,
-        DTYPE, AXES, TWO_LEVEL, ALIGN, ROW_ALIGN, BLOCK_ROWS, BLOCK_COLS, MODE, SUM_READS, EMIT_READS, STAGES,
-        BLOCK_SPLITS, STATS=_fwd_stats, FOLD=_fwd_fold, MERGE=_fwd_merge,
-        EPS=_LOGARITHM if LOG else (_SHARE if mask_ptr is None else _MASKED),
-        OTHER=_LOWEST, ROUNDED=y_ptr.dtype.element_ty, GROUP=GROUP, scale_low=scale_low, scale_high=scale_high,
-    )  # fmt: skip
+# y, of x rounded to the dtype of y as in torch, and the tangent of y where there is one of x; the second is softmax's.
+FORWARD = [
+    row_kernel(
+        f"{name}_fwd_kernel",
+        ("x", "x_dot", "mask"),
+        out=("y", "y_dot"),
+        options=("EPS", "ROUNDED", "GROUP"),
+        first=-math.inf,
+        other=-math.inf,
+        scaled=True,
+        repeats=True,
+        any_strides=True,
+        stats=_fwd_stats,
+        fold=_fwd_fold,
+        merge=_fwd_merge,
+        emit=emit,
+    )
+    for name, emit in (("log_softmax", _log_emit), ("softmax", _share_emit))
+]
 
 
 # Derivatives (see `rows.maps`): the sums of the pairing are those of y_bar and p * x_dot, those of the jvp of the vjp

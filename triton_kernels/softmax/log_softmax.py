@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from triton_kernels.rows.maps import Part, RowMapKernels, derivative_kernel
+from triton_kernels.rows.maps import Part, RowMapKernels
 from triton_kernels.softmax import _log_softmax_kernels
 from triton_kernels.softmax._forward import forward_of
 from triton_kernels.tuning import tunable
@@ -55,7 +55,8 @@ def log_softmax_fwd_jvp(x: Tensor, x_dot: Tensor, dim: int, output_dtype: torch.
 
 
 LOG_SOFTMAX = RowMapKernels(
-    derivative_kernel(vars(_log_softmax_kernels)),
+    __name__,
+    vars(_log_softmax_kernels),
     "y",
     pairing=(
         Part((1,), ("y", "x_dot"), ("x_dot",)),
@@ -64,4 +65,4 @@ LOG_SOFTMAX = RowMapKernels(
     ),
     bwd_jvp=(Part((1,), ("y_bar_dot",), ("y", "y_bar_dot")), Part((0,), ("y_bar",), ("y", "y_dot"))),
 )
-log_softmax_jvp, log_softmax_bwd, log_softmax_pairing, log_softmax_bwd_jvp = LOG_SOFTMAX.launchers(__name__)
+log_softmax_jvp, log_softmax_bwd, log_softmax_pairing, log_softmax_bwd_jvp = LOG_SOFTMAX.launchers()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from triton_kernels.rows.maps import Part, RowMapKernels, derivative_kernel
+from triton_kernels.rows.maps import Part, RowMapKernels
 from triton_kernels.softmax import _softmax_kernels
 from triton_kernels.softmax._forward import forward_of
 from triton_kernels.tuning import tunable
@@ -51,7 +51,8 @@ def softmax_fwd_jvp(
 
 
 SOFTMAX = RowMapKernels(
-    derivative_kernel(vars(_softmax_kernels)),
+    __name__,
+    vars(_softmax_kernels),
     "y",
     pairing=(
         Part((1,), ("y", "x_dot"), ("y", "x_dot")),
@@ -64,4 +65,4 @@ SOFTMAX = RowMapKernels(
     ),
     options=("dim", "scale"),
 )
-softmax_jvp, softmax_bwd, softmax_pairing, softmax_bwd_jvp = SOFTMAX.launchers(__name__)
+softmax_jvp, softmax_bwd, softmax_pairing, softmax_bwd_jvp = SOFTMAX.launchers()
