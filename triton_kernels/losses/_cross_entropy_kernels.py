@@ -20,6 +20,7 @@ vjp. Numbers of a row come behind the label: keep, and share where it is not zer
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING, Any
 
 import triton
 import triton.language as tl
@@ -27,6 +28,9 @@ import triton.language as tl
 from triton_kernels.rows.template import row_kernel
 from triton_kernels.rows.tiles import exponential, in_places, nothing, sums_of
 from triton_kernels.softmax._log_softmax_kernels import fold_exponentials, merged_exponentials
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 # Sums: x, probabilities, x_dot and the tangent of the probabilities. The places are the maximum; relative to it the sum
 # of exponentials, and that of x_dot weighted with them; the sums of t * x, of t * x_dot + t_dot * x, of the
@@ -145,7 +149,12 @@ def _fwd_rows(s, r, num_cols: tl.constexpr):
     return loss, lse, loss_dot, lse_dot
 
 
-_OPERANDS = {"x": ("x", "target", "x_dot", "target_dot"), "numbers": 2, "other": -math.inf, "any_strides": True}
+_OPERANDS: Mapping[str, Any] = {
+    "x": ("x", "target", "x_dot", "target_dot"),
+    "numbers": 2,
+    "other": -math.inf,
+    "any_strides": True,
+}
 # Loss and lse of each row, and their tangents where there is one of x or of the probabilities.
 cross_entropy_sums_kernel = row_kernel(
     "cross_entropy_sums_kernel",

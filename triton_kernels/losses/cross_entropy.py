@@ -11,7 +11,7 @@ ignores its row; any other target has probabilities. Every launcher views its te
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -46,7 +46,7 @@ def _operands(
     return {"x": x, "target": None, "x_dot": x_dot, "target_dot": None}, target
 
 
-def _numbers(x: Tensor, dim: int, smoothing: float) -> dict[str, float]:
+def _numbers(x: Tensor, dim: int, smoothing: float) -> dict[str, Any]:
     """Keep and share of t."""
     return {"NUMBER_0": 1.0 - smoothing, "NUMBER_1": smoothing / x.shape[dim]}
 

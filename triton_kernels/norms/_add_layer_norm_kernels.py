@@ -13,6 +13,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import torch
 import triton
 import triton.language as tl
@@ -32,6 +34,9 @@ from triton_kernels.rows.template import row_kernel, row_sums_kernel
 from triton_kernels.rows.tiles import nothing
 from triton_kernels.runtime.numbers import cast
 from triton_kernels.runtime.philox_steps import noise_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 
 @triton.jit
@@ -156,7 +161,12 @@ def _add_bwd_emit(x, p, r, s, mask, num_cols: tl.constexpr):
     return bar * x[3] if x[3].type.is_block() else bar, bar
 
 
-_BACKWARD = {"x": ("y_bar", "s", "s_bar"), "p": ("weight",), "r": ("mean", "rstd"), "out": ("x_bar", "residual_bar")}
+_BACKWARD: Mapping[str, Any] = {
+    "x": ("y_bar", "s", "s_bar"),
+    "p": ("weight",),
+    "r": ("mean", "rstd"),
+    "out": ("x_bar", "residual_bar"),
+}
 _FUNCTIONS = {"emit": _add_bwd_emit, "terms": bwd_terms, "mix": _bwd_mix}
 # Cotangents of rows without the sums over them, and with them.
 add_layer_norm_x_bar_kernel = row_kernel("add_layer_norm_x_bar_kernel", **_BACKWARD, **_FUNCTIONS)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import torch
 
 from triton_kernels.norms import _layer_norm_steps as steps
 from triton_kernels.rows.template import row_kernel, row_sums_kernel
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 # How a row is summed up in the forward, by whether it is centered.
 FORWARD_SUMS = {
@@ -50,7 +55,7 @@ JVP = [
     )
     for emit in (steps.jvp_emit, steps.jvp_emit_silu)
 ]
-BACKWARD = {"x": ("y_bar", "x"), "p": ("weight", "bias"), "r": ("mean", "rstd")}
+BACKWARD: Mapping[str, Any] = {"x": ("y_bar", "x"), "p": ("weight", "bias"), "r": ("mean", "rstd")}
 # The cotangent of rows without the sums over them, and with them.
 X_BAR = [
     row_kernel("layer_norm_x_bar_kernel", **BACKWARD, out=("x_bar",), emit=emit, terms=terms)

@@ -30,12 +30,17 @@ RMS norm has all this without the mean, the first, third and fifth sum, and the 
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import triton
 import triton.language as tl
 
 from triton_kernels.norms._layer_norm_steps import project, with_param_dots, x_hat_of
 from triton_kernels.rows.template import row_kernel, row_sums_kernel
 from triton_kernels.rows.tiles import add_tiles, nothing, sums_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 
 @triton.jit
@@ -198,7 +203,7 @@ def _plane_terms(x, p, r, mask):
     return _columns(x, p, (r[0], r[1]) + means, (), mask, 1)
 
 
-_OPERANDS = {"x": ("x_dot", "y_bar", "x", "y_bar_dot"), "p": ("weight", "weight_dot", "bias_dot")}
+_OPERANDS: Mapping[str, Any] = {"x": ("x_dot", "y_bar", "x", "y_bar_dot"), "p": ("weight", "weight_dot", "bias_dot")}
 _OUT = ("y_bar_bar", "x_bar", "x_dot_bar")
 _X_DOT_SUMS = ("x_dot_sum", "x_dot_x_hat_sum")
 _PARTS = ("weight_part", "weight_dot_part", "bias_part")

@@ -178,7 +178,7 @@ class RowSums(NamedTuple):
         return self if centered else self._replace(wanted=self.bits & 0b1010)
 
     @property
-    def count(self) -> int:
+    def num_wanted(self) -> int:
         """How many of the places are taken."""
         return self.bits.bit_count()
 
@@ -282,7 +282,7 @@ def _count_rows(account: Account, operands: Operands, plan: RowPlan, sums: RowSu
         sum(tensor.nbytes for tensor in again if tensor is not None), num_blocks if plan.col_splits == 1 else 1
     )
     num_parts = num_row_parts(operands, plan, sums)
-    nbytes = num_parts * operands.dtype.itemsize * sums.count
+    nbytes = num_parts * operands.dtype.itemsize * sums.num_wanted
     if num_parts:
         nbytes //= sums.places
         account.scratch(nbytes)

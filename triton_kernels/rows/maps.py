@@ -91,7 +91,7 @@ class RowMapKernels:
         if self.forward is not None:
             tables["fwd"] = {"x": ("x", "x_dot"), "out": ("y", "y_dot")}
         for role, table in tables.items():
-            slots = {slot: self.functions.get(f"{role}_{slot}") for slot in ("terms", "emit")}
+            slots: dict[str, Any] = {slot: self.functions.get(f"{role}_{slot}") for slot in ("terms", "emit")}
             name = f"{self.module.rpartition('.')[2]}_{role}_kernel"
             self.kernels[role] = row_kernel(name, **table, scaled="scale" in self.options, any_strides=True, **slots)
 
@@ -211,7 +211,7 @@ class RowMapKernels:
         )
 
 
-def scale_bits(scale: float | None) -> dict[str, int | None]:
+def scale_bits(scale: float | None) -> dict[str, Any]:
     """A factor as the kernels take it; None for none, and for 1."""
     low, high = (None, None) if scale in (None, 1.0) else float64_bits(scale)
     return {"scale_low": low, "scale_high": high}
@@ -265,7 +265,7 @@ def launch_map(
         operands.device,
         max(len(wanted), num_results),
         len(sums.reads),
-        sums.count,
+        sums.num_wanted,
         view.is_aligned(min(itemsizes)),
     )
     if "mask" in inputs:
