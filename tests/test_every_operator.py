@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 
+import primitives as pr
 from perf.ops import FAMILIES
 from perf.ops.attention import ATTENTION, CAUSAL_ATTENTION, MASKED_ATTENTION
 from primitives.testing import check_rules
@@ -55,4 +56,6 @@ def arguments(case, primitive):
 )
 def test_the_rules_of_an_operator_hold(name, compile):
     case, primitive = OPERATORS[name]
-    check_rules(primitive, arguments(case, primitive), compile=compile)
+    # Its reference calls layer norm's operators, whose kernels take statistics as given where s alone is moved.
+    with pr.use_backend("reference" if case.name == "add_layer_norm" else "auto"):
+        check_rules(primitive, arguments(case, primitive), compile=compile)
