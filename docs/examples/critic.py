@@ -10,7 +10,8 @@ between them is punished. Its gradient is taken in two ways:
     forward mode: one JVP along each axis, whose training is one backward; torch's layer norm is wrong there, silently
 
 The distance of clouds of equal size is that of the best pairing, which scipy finds. Nothing differs but the way to the
-gradient, and `primitives.repair_torch` around it:
+gradient, and `primitives.repair_torch` around it, or `primitives.compile`, which repairs too. Steps are the fastest of
+each way:
 
     exact distance 2.151
     torch, by reverse mode    distance 2.11, |grad f| 1.01 +- 0.03, gradient of the loss off by 4e-09
@@ -24,13 +25,16 @@ Source: Gulrajani, Ahmed, Arjovsky, Dumoulin, Courville, "Improved Training of W
 
 from __future__ import annotations
 
+import time
 from argparse import ArgumentParser
 from contextlib import nullcontext
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from matplotlib import pyplot
+from rich.progress import track
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
 from torch.func import functional_call, grad, jvp
@@ -91,14 +95,14 @@ def error_of_training(net: nn.Module, gradient: Callable[..., Tensor], batch: tu
     return abs(slope / (above - below) * 2e-6 - 1).item()
 
 
-def train(net: nn.Module, gradient: Callable[..., Tensor], steps: int) -> list[float]:
-    """The losses; the weights of `net` change."""
+def train(name: str, loss_of: Callable, net: nn.Module, gradient: Callable, steps: int) -> tuple[list[float], float]:
+    """The losses, and the seconds of the fastest step; the weights of `net` change."""
     left, right = clouds()
     optimizer = torch.optim.Adam(net.parameters(), betas=(0.5, 0.9))
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=steps)
     generator = torch.Generator().manual_seed(2)
-    losses = []
-    for _ in range(steps):
+    losses, times = [], [time.perf_counter()]
+    for _ in track(range(steps), name, transient=True):
         order = torch.randperm(NUMBER, generator=generator)
         loss = loss_of(
             net, gradient, (left, right[order], torch.rand(NUMBER, 1, dtype=left.dtype, generator=generator))
@@ -108,11 +112,12 @@ def train(net: nn.Module, gradient: Callable[..., Tensor], steps: int) -> list[f
         optimizer.step()
         schedule.step()
         losses.append(loss.item())
-    return losses
+        times.append(time.perf_counter())
+    return losses, min(after - before for before, after in pairwise(times))
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
-    """Train all four, print what they found, draw the picture; errors of the derivatives of the loss."""
+    """Train all, print what they found, draw the picture; errors of derivatives of the loss, and compiled losses."""
     parser = ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a few steps")
     parser.add_argument("--output", type=Path, help="the picture; without it a quick run draws none")
@@ -125,31 +130,37 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
     span = torch.linspace(-3, 4, 60, dtype=torch.float64)
     plane = torch.cartesian_prod(span, span)
     figures: dict[str, float] = {}
+    logs: dict[str, list[float]] = {}
     figure, axes = pyplot.subplots(1, 3, figsize=(11, 3.4), layout="constrained")
     axes[0].axhline(-exact, color="0.7", linewidth=4, label="minus the exact distance")
     fields = iter(axes[1:])
-    ways = ("torch", nullcontext, "tab:blue"), ("repaired", pr.repair_torch, "tab:orange")
+    ways = ("torch", nullcontext, loss_of, "tab:blue"), ("repaired", pr.repair_torch, loss_of, "tab:orange")
+    ways = *ways, ("compiled", pr.repair_torch, pr.compile(loss_of), "tab:green")
     for gradient, line in ((by_reverse_mode, "--"), (by_forward_mode, "-")):
-        for library, context, color in ways:
+        for library, context, loss, color in ways:
             net = network()
             name = f"{library}, {gradient.__name__.replace('_', ' ')}"
             with context():
-                losses = train(net, gradient, 3 if options.quick else 1000)
+                losses, seconds = train(name, loss, net, gradient, 3 if options.quick else 1000)
                 figures[name] = error_of_training(net, gradient, (left, right, torch.full_like(left[:, :1], 0.4)))
             with torch.no_grad():
                 told = (net(right).mean() - net(left).mean()).item()
             size = by_reverse_mode(net, 0.4 * left + 0.6 * right).norm(dim=1).detach()
             print(f"{name:25} distance {told:.2f}, |grad f| {size.mean():.2f} +- {size.std():.2f},", end=" ")
-            print(f"gradient of the loss off by {figures[name]:.0e}")
+            print(f"gradient of the loss off by {figures[name]:.0e}, {1e3 * seconds:.2f} ms a step")
+            logs[name] = losses
             means = torch.tensor(losses).unfold(0, window := min(20, len(losses)), 1).mean(1)
             axes[0].plot(range(window, len(losses) + 1), means, line, color=color, label=name, linewidth=1)
-            if gradient is by_forward_mode:
+            if gradient is by_forward_mode and library != "compiled":
                 axis = next(fields)
                 with torch.no_grad():
                     axis.contourf(span, span, net(plane).view(60, 60).T, levels=24)
                 for points, mark in ((left, "w."), (right, "r.")):
                     axis.plot(*points.T, mark, markersize=3)
                 axis.set(title=f"critic of {name}", xticks=[], yticks=[], aspect="equal")
+    for mode in ("reverse", "forward"):
+        pairs = zip(logs[f"compiled, by {mode} mode"], logs[f"repaired, by {mode} mode"][:3], strict=False)
+        figures[f"gap, by {mode} mode"] = max(abs(a / b - 1) for a, b in pairs)
     axes[0].set(xlabel="step", title="loss", ylim=(-1.5 * exact, exact))
     axes[0].legend(fontsize="small")
     if options.output or not options.quick:

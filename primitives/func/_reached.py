@@ -68,12 +68,12 @@ class Reached:
 
     def _walk(self, roots: Sequence[Any], takes: Callable[[Tensor], bool]) -> list[nn.Module]:
         modules: list[nn.Module] = []
-        stack, seen = [*roots], set()
+        stack, seen = [*roots], {}
         while stack:
             x = stack.pop()
             if id(x) in seen:
                 continue
-            seen.add(id(x))
+            seen[id(x)] = x  # held, or another object could get its number
             if isinstance(x, torch.nn.Module):
                 modules.append(x)
             elif isinstance(x, _Place):

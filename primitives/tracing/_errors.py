@@ -39,6 +39,7 @@ _NO_WRITES = {
     "use pure_module",
     "leaf Variable that requires grad": "an input that requires grad is written to in place. Return the new value, or "
     "use functionalize_mutations",
+    "mutation on a view chain": "what as_strided returns, or a view of it, is written to. Use other views",
     "Could not find a token for effect": "a collective writes in place. Use those of "
     "torch.distributed._functional_collectives",
 }

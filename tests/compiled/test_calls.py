@@ -119,13 +119,17 @@ def test_variables():
 def test_objects_whose_methods_are_compiled():
     class Trainer:
         def __init__(self):
-            self.net = mlp()
+            self.net, self.scale = mlp(), data(1, seed=3)
 
         def loss(self, x):
-            return self.net(x).square().sum()
+            return (self.scale * self.net(x)).square().sum()
 
     trainer = Trainer()
-    same(gradients(trainer.net, plainly(trainer.loss)(X)), gradients(trainer.net, trainer.loss(X)))
+    methods = [trainer.loss]
+    for step in (plainly(trainer.loss), plainly(lambda x: methods[0](x))):
+        for _ in range(2):
+            same(gradients(trainer.net, step(X)), gradients(trainer.net, trainer.loss(X)))
+            trainer.scale = trainer.scale * 2
 
 
 def test_sizes_dtypes_layouts_and_constants():

@@ -54,9 +54,18 @@ def writes_variable(x):
     return x + HELD
 
 
-@pytest.mark.parametrize("function, name", [(writes_argument, "x"), (writes_variable, "captured")])
-def test_writes(function, name):
-    with pytest.raises(pr.MutationError, match=f"writes to {name}"):
+def writes_view(x):
+    y = x.clone()
+    y.view(-1).as_strided((2,), (1,)).mul_(2)
+    return y
+
+
+@pytest.mark.parametrize(
+    "function, what",
+    [(writes_argument, "writes to x"), (writes_variable, "writes to captured"), (writes_view, "what as_strided")],
+)
+def test_writes(function, what):
+    with pytest.raises(pr.MutationError, match=what):
         plainly(function)(X.clone())
     assert not HELD.any()
 

@@ -1,11 +1,13 @@
-"""Random programs that view, alias, write and draw: their pure form against themselves."""
+"""Random programs that view, alias, write and draw: their pure form against themselves; compiled, with derivatives."""
 
+import functools
 import random
 
 import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
+import primitives as pr
 from primitives.tracing import PhiloxState, functionalize_mutations, functionalize_rng, trace_joint
 
 # Views of a tensor, or something new; the tensor itself where it has no such view.
@@ -49,15 +51,19 @@ RANDOM = {
     "rand_like": torch.rand_like,
 }
 NUM_PROGRAMS = {"eager": 60, "in_place": 50, "traced": 16, "joint": 13, "joint, random": 13}
+# By backend; by night.
+NUM_COMPILED, MANY_COMPILED = {"eager": 16, "inductor": 1}, {"eager": 1000, "aot_eager": 100, "inductor": 30}
 
 
-def programs(kind):
+def programs(kind, number):
     """How the second input lies in the memory of the first, and instructions."""
-    choose, is_joint = random.Random(7), kind.startswith("joint")
+    choose, is_joint = random.Random(7), kind.startswith("joint") or kind == "compiled"
     # Beside live views, torch's functionalization cannot always follow a change of shape in place: it raises.
     kinds = [*WRITES, *WRITES, *VIEWS, *([] if is_joint or kind == "traced" else METADATA)]
     kinds += RANDOM if kind == "joint, random" else []
-    for _ in range(NUM_PROGRAMS[kind]):
+    if kind == "compiled":
+        kinds.remove("as_strided")  # which torch does not write through where it functionalizes
+    for _ in range(number):
         instructions = [(choose.choice(kinds), *choose.choices(range(6), k=2)) for _ in range(choose.randint(2, 7))]
         yield "apart" if is_joint else choose.choice(("apart", "same", "disjoint")), instructions
 
@@ -184,8 +190,62 @@ def compared_joint(kind, overlap, instructions):
     return True
 
 
+DIRECTIONS = [torch.linspace(-1.0, 1.0, x.numel(), dtype=x.dtype).reshape(x.shape) for x in inputs("apart")]
+
+
+def along(gradients):
+    return sum((g * v).sum() for g, v in zip(gradients, DIRECTIONS, strict=True) if g is not None)
+
+
+MODES = {
+    "forward": lambda f: lambda *xs: torch.func.jvp(f, xs, (*DIRECTIONS,))[1],
+    "reverse": lambda f: lambda *xs: along(torch.func.grad(f, (0, 1, 2))(*xs)),
+    "recorded": lambda f: lambda *xs: along(torch.autograd.grad(f(*xs), xs, create_graph=True, allow_unused=True)),
+}
+
+
+def with_derivatives(instructions, wrap):
+    """Results of a program, and two derivatives of its last in drawn modes, wrapped before one of them is taken."""
+    choose = random.Random(str(instructions))
+    modes, place = choose.choices([*MODES.values()], k=2), choose.randrange(3)
+    xs = [x.requires_grad_() for x in inputs("apart")]
+
+    def function(a, b, w):
+        return run(instructions, a.clone(), b.clone(), w)
+
+    results = wrap(function)(*xs)
+    derivative = lambda *xs: function(*xs)[-1].sin()  # noqa: E731
+    for mode in [*modes, None]:
+        derivative = wrap(derivative) if place == 0 else derivative
+        results.append(derivative(*xs))
+        derivative, place = mode and mode(derivative), place - 1
+    return [*results, *torch.autograd.grad(results[-1], xs, materialize_grads=True)]
+
+
+def compared_compiled(backend, overlap, instructions):
+    """Whether torch runs the program and its derivatives; compiled, they are the same."""
+    try:
+        expected = with_derivatives(instructions, lambda f: f)
+    except RuntimeError:
+        return False
+    found = with_derivatives(instructions, functools.partial(pr.compile, backend=backend))
+    for x, y in zip(found, expected, strict=True):
+        assert (x.shape, x.dtype, x.requires_grad) == (y.shape, y.dtype, y.requires_grad)
+        torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-10)
+    return True
+
+
+@pytest.mark.parametrize(
+    "backend, number",
+    [*NUM_COMPILED.items(), *(pytest.param(*each, marks=pytest.mark.nightly) for each in MANY_COMPILED.items())],
+)
+def test_random_programs_compiled(backend, number):
+    num_compared = sum(compared_compiled(backend, *program) for program in programs("compiled", number))
+    assert num_compared > number // 3
+
+
 @pytest.mark.parametrize("kind", NUM_PROGRAMS)
 def test_random_programs(kind):
     compare = compared_joint if kind.startswith("joint") else compared
-    num_compared = sum(compare(kind, *program) for program in programs(kind))
+    num_compared = sum(compare(kind, *program) for program in programs(kind, NUM_PROGRAMS[kind]))
     assert num_compared > NUM_PROGRAMS[kind] // 3
