@@ -42,6 +42,16 @@ _log = logging.getLogger("primitives.compile")
 _MANY = 8
 
 
+@contextlib.contextmanager
+def _said_to_compile() -> Iterator[None]:
+    """Context in which libraries ask for no values, as inside torch.compile and torch.export."""
+    before, torch.compiler._is_compiling_flag = torch.compiler._is_compiling_flag, True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
+
+
 class _Traced(Region):
     """A function with the structure and constants of its arguments, as a function `(*tensors, seed) -> tensors`."""
 
@@ -50,7 +60,7 @@ class _Traced(Region):
         kinds = {"cpu", *(x.device.type for x in self.tensors)}
         # Derivatives of every order are asked of it.
         self._is_repaired = True
-        self._contexts = [functools.partial(torch.set_grad_enabled, torch.is_grad_enabled())]
+        self._contexts = [functools.partial(torch.set_grad_enabled, torch.is_grad_enabled()), _said_to_compile]
         self._contexts += [
             functools.partial(torch.autocast, kind, dtype=torch.get_autocast_dtype(kind), cache_enabled=False)
             for kind in kinds
@@ -222,7 +232,7 @@ class CompiledFunction:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The result of the function."""
         fn = self.__wrapped__  # type: ignore[attr-defined] - set by update_wrapper
-        if torch.compiler.is_compiling() or _C._len_torch_dispatch_stack():
+        if torch.compiler.is_dynamo_compiling() or _C._len_torch_dispatch_stack():
             return fn(*args, **kwargs)
         if _C._len_torch_function_stack() and any(isinstance(x, Guard) for x in _get_current_function_mode_stack()):
             with _without_guards():

@@ -93,7 +93,7 @@ class use_backend(Decorates):  # noqa: N801 - used like a function, as contextli
         self._is_unused = True
 
     def __enter__(self) -> None:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             raise BackendError(
                 "use_backend: the backend cannot change inside a compiled function, which chooses it when it runs. "
                 "Put the context manager around the call of the compiled function."

@@ -61,7 +61,7 @@ def sync_batch_norm(
         raise ShapeError(f"SyncBatchNorm: input must have at least 2 axes, [N, C, *spatial], got {list(x.shape)}.")
     arguments.written(name, *state)
     group_name, world = group.group_name, group.size()
-    if not torch.compiler.is_compiling():
+    if not torch.compiler.is_dynamo_compiling():
         _agree(module, group_name, world, x)
     given = x, weight_beside(bias, weight, x), bias
     y, mean, var, count = sync_batch_norm_p(*given, 0, eps, group_name, world)

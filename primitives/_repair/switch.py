@@ -135,7 +135,7 @@ class repair_torch(Decorates):  # noqa: N801 - used like a function, as torch.se
 @contextlib.contextmanager
 def repaired_thread() -> Iterator[None]:
     """Context in which functions of this package call torch repaired; nothing where a compiler traces."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         yield
         return
     with _lock:
@@ -189,7 +189,7 @@ def _register() -> None:
 
 
 def _refuse_to_compile() -> None:
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         raise BackendError(
             "repair_torch: torch's operators cannot change inside a compiled function. Call repair_torch before it, or "
             "put the context manager around its call."

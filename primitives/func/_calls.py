@@ -47,7 +47,7 @@ def eager_after_break(function: F) -> F:
 
     @functools.wraps(function)
     def noted(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             return function(*args, **kwargs)
         with remedy_noted():
             return function(*args, **kwargs)
@@ -155,7 +155,7 @@ class FlatCall:
 
     def differentiated(self, argnums: Sequence[int], *, some: bool = True) -> tuple[int, ...]:
         """Positions of the tensors of some arguments, whose leaves must be differentiable and, with `some`, exist."""
-        if _INFERENCE_GIVES_ZEROS and not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
+        if _INFERENCE_GIVES_ZEROS and not torch.compiler.is_dynamo_compiling() and torch.is_inference_mode_enabled():
             raise MissingRuleError(
                 f"{self.function}: torch {torch.__version__} gives derivatives of zero in inference mode. "
                 "Use torch.no_grad()."

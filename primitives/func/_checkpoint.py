@@ -49,7 +49,7 @@ def checkpoint(fn: Callable[_P, _R], /, *args: _P.args, **kwargs: _P.kwargs) -> 
         >>> block[0].weight.grad.shape
         torch.Size([2, 2])
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         if not _may_be_marked():
             return fn(*args, **kwargs)
         # A mark for the compiler's partition.

@@ -80,7 +80,7 @@ def _linearize(func: Callable, primals: tuple, options: dict[str, Any]) -> tuple
 
     def pullback(*cotangents: Tensor) -> tuple[Tensor, ...]:
         pulled = pull(cotangents)
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_dynamo_compiling():
             kept.record(pulled)
         return pulled
 

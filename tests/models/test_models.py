@@ -35,7 +35,7 @@ def ready(name, way, dtype=torch.float64):
 
 def loss_of_output(model, case, x, v=None):
     y = case.call(model, x)
-    return (y - normal(y.shape, 3).to(y.dtype)).square().mean()
+    return (y - torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)).square().mean()
 
 
 def loss_with_jvp(model, case, x, v):
@@ -200,6 +200,27 @@ def test_autocast(way):
         found = loss_and_gradients(model, case, context)
     # Eight bits, through two layers.
     assert_near(found, usual("gpt2", dtype=torch.float32), 0.05)
+
+
+DAILY = ("gpt2", loss_with_gradient), ("timm_convnext", loss_with_jvp)
+BY_NIGHT = [
+    pytest.param(name, loss, marks=pytest.mark.nightly)
+    for name in ("gpt2", "bert", "llama", "vit", "timm_vit", "timm_convnext", "dit", "unet2d")
+    for loss in (loss_with_jvp, loss_with_gradient)
+    if (name, loss) not in DAILY
+]
+
+
+@pytest.mark.parametrize("name, loss", [*DAILY, *BY_NIGHT])
+def test_compiled_here(name, loss):
+    case, _, model = ready(name, "override")
+
+    def exactly(*args):
+        with InFloat64():
+            return loss(*args)
+
+    found = loss_and_gradients(model, case, loss=pr.compile(exactly), exact=contextlib.nullcontext)
+    assert_near(found, usual(name, loss), 1e-10)
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ class Partition:
     """
 
     def __init__(self, namespace: str = "", is_leaf: Callable[[Any], bool] | None = None) -> None:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             is_leaf = tracing_predicate(is_leaf)
         self.options: dict[str, Any] = {"namespace": namespace, "is_leaf": is_leaf}
         self.treespec: Any = None

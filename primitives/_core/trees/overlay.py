@@ -60,7 +60,7 @@ def key_path(accessor: optree.PyTreeAccessor, root: str) -> str:
 
 def _overlaid(prefix: Any, full: Any, options: dict[str, Any]) -> list[tuple[Any, Any]]:
     """Each leaf of `prefix` with what stands in `full` there, in optree's order; raises `ValueError` if none does."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         return _overlaid_while_tracing(prefix, full, options)
     leaves, treespec = optree.tree_flatten(prefix, **options)
     return list(zip(leaves, treespec.flatten_up_to(full), strict=True))

@@ -62,7 +62,7 @@ class Signature:
                 label = self.primals.label(i)
                 raise TreeError(f"{_FUNCTION}: {label} must be the traced constant {constant!r}, got {leaf!r}.")
         given = [leaves[place] for place in self.places]
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             # Once inside, nothing tells a leaf from what has a history.
             return [x.detach() if isinstance(x, torch.Tensor) and x.requires_grad and x.is_leaf else x for x in given]
         return given

@@ -33,7 +33,7 @@ _write_back = torch.ops.primitives.write_back.default
 @contextlib.contextmanager
 def attributes_kept(owners: Sequence[nn.Module]) -> Iterator[None]:
     """Context after which the attributes of modules are what they were, where no compiler runs."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         yield
         return
     # Those of TorchScript belong to its own object.
@@ -69,7 +69,7 @@ def running(owners: Sequence[nn.Module]) -> Iterator[None]:
     for owner in counting:
         owner.momentum = BatchWeight(owner)  # type: ignore[assignment] - stands for a float
     mode = _PureMode(owners)
-    checkpoints = contextlib.nullcontext() if torch.compiler.is_compiling() else replaying_checkpoints(mode.moment)
+    checkpoints = contextlib.nullcontext() if torch.compiler.is_dynamo_compiling() else replaying_checkpoints(mode.moment)
     try:
         with mode, checkpoints:
             yield

@@ -154,7 +154,7 @@ class PureModule:
         given = _Names("params", self.module, params, strict=self.strict)
         state = _Names("buffers", self.module, buffers, strict=self.strict)
         tensors: dict[str, Any] = {**given.values, **state.values}
-        is_compiling, owners = torch.compiler.is_compiling(), list(self.module.modules())
+        is_compiling, owners = torch.compiler.is_dynamo_compiling(), list(self.module.modules())
         # How often each tensor has been written, below all transforms; a compiler knows no versions.
         written = {} if is_compiling else {name: bottom(params[name]) for name in given.of if name in params}
         versions = {name: (x, x._version) for name, x in written.items() if not x.is_inference()}
