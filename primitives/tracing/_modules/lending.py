@@ -69,7 +69,8 @@ def running(owners: Sequence[nn.Module]) -> Iterator[None]:
     for owner in counting:
         owner.momentum = BatchWeight(owner)  # type: ignore[assignment] - stands for a float
     mode = _PureMode(owners)
-    checkpoints = contextlib.nullcontext() if torch.compiler.is_dynamo_compiling() else replaying_checkpoints(mode.moment)
+    is_dynamo = torch.compiler.is_dynamo_compiling()
+    checkpoints = contextlib.nullcontext() if is_dynamo else replaying_checkpoints(mode.moment)
     try:
         with mode, checkpoints:
             yield
