@@ -66,7 +66,8 @@ def _run(options: argparse.Namespace) -> int:
     import pytest
     import torch
 
-    workers = torch.cuda.device_count() or 1
+    # Two runs on one processor at a time would spoil each other.
+    workers = 1 if "cpu" in options.rest else torch.cuda.device_count() or 1
     # One unit at a time goes to a worker, in the order of the plan; one that dies is replaced.
     spread = ["-n", str(workers), "--dist", "load", "--maxschedchunk", "1", "--max-worker-restart", "1000"]
     # A unit that takes longer, with all that it compiles, hangs: its process ends, and another goes on.

@@ -1,7 +1,7 @@
-"""Every variant of a kernel that a plan of the suite can reach is checked for values, at small sizes.
+"""Every variant of a kernel that a plan of the bench can reach is checked for values, at small sizes.
 
 A kernel is compiled for its flags: modes, masks of what is wanted, axes, and which of its tensors there are. Any two of
-them that meet in a launch of the suite or of the table of machine code, on any chip, have to meet in a call whose
+them that meet in a launch of the bench or of the table of machine code, on any chip, have to meet in a call whose
 results are held to the truth here: calls of the same modes on the small workloads of the op's record, with limits and
 numbers of processors under which these take each plan.
 """
@@ -61,7 +61,7 @@ def pairs(variant: tuple[Any, ...]) -> set[tuple[Any, ...]]:
 
 
 def in_suite(op: Op) -> dict[tuple[Any, ...], str]:
-    """The pairs that the suite and the table of machine code reach, each with a case that does."""
+    """The pairs that the bench and the table of machine code reach, each with a case that does."""
     found: dict[tuple[Any, ...], str] = {}
     for chip in CHIPS.values():
         # Tests fill memory that no code touches.
