@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import primitives
-from perf import wrong_derivatives
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -114,24 +113,3 @@ def test_the_example_prints_what_it_says(capsys, monkeypatch):
         primitives.repair_torch().undo()
     assert capsys.readouterr().out.splitlines() == re.findall(r"# (.* off)$", example, flags=re.MULTILINE)
     assert all(p.grad is not None for p in names["net"].parameters() if p.dim() > 1)
-
-
-@pytest.mark.filterwarnings("ignore:There is a performance drop")
-def test_the_page_of_wrong_derivatives_says_of_each_nesting_who_is_right(monkeypatch):
-    monkeypatch.setattr(wrong_derivatives, "MAX_ORDER", 2)
-    page = (ROOT / "docs" / "reference" / "wrong_derivatives.md").read_text()
-    _, *tables = page.split("\n## ")
-    assert len(tables) == len(wrong_derivatives.OPERATIONS), "run: python -m perf.wrong_derivatives"
-    for name, table in zip(wrong_derivatives.OPERATIONS, tables, strict=True):
-        cells = {
-            row.split(" | ")[0].strip("| `"): row.split(" | ")[1:] for row in table.splitlines() if row[:3] == "| `"
-        }
-        counts = [sum("**" not in row[column] for row in cells.values()) for column in range(3)]
-        assert f"| {name} | {len(cells)} | {' | '.join(map(str, counts))} |" in page
-        # Some are measured again.
-        for nesting, errors in wrong_derivatives.measure(name) if name == wrong_derivatives.FUSED else ():
-            said = ["**" not in cell for cell in cells["(".join(nesting) + ")" * (len(nesting) - 1)]]
-            found = [wrong_derivatives.is_right(error) for error in errors]
-            # Of torch the page says which version it is about.
-            first = f"torch {torch.__version__.split('+')[0]}," not in page
-            assert found[first:] == said[first:], (name, nesting)
