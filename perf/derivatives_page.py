@@ -25,7 +25,9 @@ alone.
 |---|---|---|---|---|
 {counts}
 
-"2 of 4" counts the nestings of an order: `jvp` and `vjp` at order 1, four at order 2, eight at order 3. What stands
+"2 of 4" counts the nestings of an order: `jvp` and `vjp` at order 1, four at order 2, eight at order 3. Some are right
+alone, and wrong where the inner derivative is taken under `vmap`, as `torch.func.hessian`, `jacfwd` and `jacrev` do.
+Values count too: a call that is differentiated has to have those of plain torch. What stands
 after a name is special about the input: `masked_rows` have no entry that is seen, and `zeros`, `infinite` and
 `channels_last` say what some of the numbers are, and how they lie in memory; `right_side` is a system whose matrix is
 a constant. Written by `python -m perf.derivatives_page > docs/reference/torch_derivatives.md`.
@@ -51,9 +53,10 @@ REASONS = {
 def _cell(row: dict[str, str], order: int, prefix: str = "") -> str:
     found = []
     for kind in ("wrong", "raises"):
-        count = sum(len(nesting) == order for nesting in row[f"{prefix}{kind}"].split())
-        if count:
-            text = f"{kind} {count} of {2**order}"
+        words = [nesting for nesting in row[f"{prefix}{kind}"].split() if len(nesting) == order]
+        alone = sum(word.islower() for word in words)
+        if words:
+            text = f"{kind} {alone} of {2**order}" + f", {len(words) - alone} more under vmap" * (alone < len(words))
             found.append(f"**{text}**" if kind == "wrong" else text)
     return ", ".join(found) or "right"
 

@@ -214,11 +214,16 @@ def _verdict(error: float | None, allowed: float) -> str:
     return "raises" if error is None else "right" if error <= allowed else "wrong"
 
 
-def _has_value(call: Call, xs: Sequence[Tensor], directions: Sequence[Tensor], mode: str, expected: Any) -> bool:
-    """Whether the outputs of a call that is differentiated are those of the plain call, where it does not raise."""
+def _has_value(
+    call: Call, xs: Sequence[Tensor], directions: Sequence[Tensor], mode: str, beside: Sequence[int]
+) -> bool:
+    """Whether outputs but those `beside` have the plain values where the call is differentiated, or it raises."""
+
+    def tensors(*xs: Tensor) -> list[Tensor]:
+        return [y for n, y in enumerate(call(*xs)) if isinstance(y, torch.Tensor) and n not in beside]
 
     def outputs(*xs: Tensor) -> tuple[Tensor, list[Tensor]]:
-        found = [y for y in call(*xs) if isinstance(y, torch.Tensor)]
+        found = tensors(*xs)
         return perturbed_sum([y for y in found if y.is_floating_point()]), found
 
     try:
@@ -229,16 +234,18 @@ def _has_value(call: Call, xs: Sequence[Tensor], directions: Sequence[Tensor], m
     except (RuntimeError, NotImplementedError):
         return True
     try:
-        assert_close(found, [y for y in expected if isinstance(y, torch.Tensor)], equal_nan=True, check_stride=False)
+        assert_close(found, _by_torch(tensors, *xs), equal_nan=True, check_stride=False)
     except AssertionError:
         return False
     return True
 
 
 def judged(
-    call: Call, moving: Sequence[int], *, under_vmap: bool = False, is_part: bool = False
+    call: Call, moving: Sequence[int], beside: Sequence[int] = (), *, under_vmap: bool = False
 ) -> dict[str, str] | None:
     """Of each nesting whether a call is `"right"`, `"wrong"` or `"raises"`; None if it has no first derivative.
+
+    Of the outputs that are differentiated `moving` are judged, and those `beside` not.
 
     The truth is torch's plain value, and what differences say of the nesting below. Of nestings under `vmap`, in
     capitals, those count that are silently wrong where the nesting is right without.
@@ -253,11 +260,10 @@ def judged(
         return perturbed_sum([outputs[n] for n in moving])
 
     function, verdicts, tolerance = below, {}, TOLERANCE
-    expected = _by_torch(call, *xs)
     for order in range(1, MAX_ORDER + 1):
         truth, by_wider = (difference(below, directions, step)(*xs).item() for step in (STEP, 2 * STEP))
         allowed = tolerance * max(abs(truth), abs(function(*xs).item()), 1e-3)
-        if not abs(by_wider - truth) <= allowed or (order == 1 and is_part and truth == 0.0):
+        if not abs(by_wider - truth) <= allowed or (order == 1 and beside and truth == 0.0):
             # The call is too near to where its derivatives grow without bound, or this part is constant.
             return None
         errors = {}
@@ -266,14 +272,14 @@ def judged(
             ways = [nested, nested_by_autograd] if "f" not in nesting else [nested]
             errors[nesting] = _error(ways, function, directions, nesting, xs, truth)
             verdicts[nesting] = _verdict(errors[nesting], allowed)
-            if order == 1 and not _has_value(call, xs, directions, nesting, expected):
+            if order == 1 and not _has_value(call, xs, directions, nesting, beside):
                 verdicts[nesting] = "wrong"
             elif under_vmap and verdicts[nesting] == "right":
                 batched = _error([nested], function, directions, nesting.upper(), xs, truth)
                 verdicts.update({nesting.upper(): "wrong"} if _verdict(batched, allowed) == "wrong" else {})
         if order == 1 and "wrong" in verdicts.values() and verdicts["r"] != "right":
             torchs = _by_torch(_error, [nested_by_autograd], function, directions, "r", xs, truth)
-            if torchs == errors["r"] or (None not in (torchs, errors["r"]) and abs(torchs - errors["r"]) <= allowed):
+            if None not in (torchs, errors["r"]) and abs(torchs - errors["r"]) <= allowed:
                 # There it has no derivative, or reads less of its arguments than it is given.
                 return None
         # That of the least error, which a small mistake may lie below.
@@ -299,7 +305,7 @@ def verdicts_of(calls: Sequence[Call], most: int = JUDGED, *, under_vmap: bool =
         judgments = []
         for like in (call, _symmetric(call)):
             if not any(judgments):
-                judgments = [judge(like, moving), judge(like, moving[:1], is_part=True) if moving[1:] else None]
+                judgments = [judge(like, moving), judge(like, moving[:1], moving[1:]) if moving[1:] else None]
         known = [judgment for judgment in judgments if judgment is not None]
         if known:
             words = {nesting for judgment in known for nesting in judgment}

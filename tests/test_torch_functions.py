@@ -16,6 +16,7 @@ MATRIX, COLUMNS, VECTOR = (3, 3), (3, 2), (3,)
 GRID = (1, 2, 2, 2)
 
 ZEROS = torch.tensor([2.0, 0.0, 3.0, 0.0], dtype=torch.float64)
+CLASSES, CHUNKED = torch.tensor([0, 4, 2, 4]), getattr(torch.nn, "LinearCrossEntropyOptions", None)
 MASKED = torch.tensor([-torch.inf, 0.3, -torch.inf, -1.0], dtype=torch.float64)
 
 # A function, arguments or their shapes, and how many orders of nested derivatives torch has right by itself.
@@ -43,6 +44,15 @@ CASES = {
     "cumprod, matrix": (lambda x: torch.cumprod(x, dim=-1), [MATRIX], 3),
     "sinc, zeros": (torch.sinc, [ZEROS], 1),
     "logaddexp, masked": (lambda x: torch.logaddexp(x + MASKED, x.sin()), [ZEROS], 1),
+    **{
+        f"linear cross entropy, {reduction}": (
+            lambda x, w, r=reduction: F.linear_cross_entropy(x, w, CLASSES, reduction=r, options=CHUNKED()),
+            [(4, 3), (5, 3)],
+            0,
+        )
+        for reduction in ("mean", "none")
+        if CHUNKED is not None
+    },
     "grid sample": (lambda x, at: F.grid_sample(x, at.tanh(), align_corners=False), [(1, 1, 4, 4), GRID], 0),
 }
 

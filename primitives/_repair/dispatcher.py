@@ -16,9 +16,11 @@ from primitives._core.errors import BackendError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-__all__ = ["DEVICES", "Registrations", "has_kernel"]
+__all__ = ["DEVICES", "NAMESPACES", "Registrations", "has_kernel"]
 
 DEVICES = ("CPU", "CUDA")
+# Those of torch's own operators.
+NAMESPACES = ("aten", "torch_nn")
 _KERNEL = re.compile(r"^(?:Autograd)?(?:CPU|CUDA): registered at (.*\.py):\d+", re.MULTILINE)
 _OURS, _TORCHS = Path(__file__).parents[1], Path(torch.__file__).parent
 
@@ -38,12 +40,12 @@ class Registrations:
     """Kernels on the Autograd keys of operators, as long as this has not been taken back."""
 
     def __init__(self) -> None:
-        self._library: torch.library.Library | None = None
+        self._libraries: list[torch.library.Library] = []
         self._names: set[str] = set()
         self._noticed: set[str] = set()
 
     def __bool__(self) -> bool:
-        return self._library is not None
+        return bool(self._libraries)
 
     def add(self, kernels: Iterable[tuple[str, str, Callable[[Callable[..., Any]], Callable[..., Any]]]]) -> None:
         """Register kernels, each as the name of an operator, a device, and a function of torch's own kernel.
@@ -56,16 +58,17 @@ class Registrations:
                 f"repair_torch needs torch.library.get_kernel, which torch {torch.__version__} does not have. Install "
                 "torch 2.11 or newer, or call primitives.functional."
             )
-        library, names = torch.library.Library("aten", "IMPL"), set()
+        libraries, names = {space: torch.library.Library(space, "IMPL") for space in NAMESPACES}, set()
         with warnings.catch_warnings():
             # Torch's own, where another package has a kernel: `warn_of_others` names it.
             warnings.simplefilter("ignore")
             for name, device, make in kernels:
                 key = f"Autograd{device}"
                 kernel = run_as_written(make(torch.library.get_kernel(name, key).call_boxed))
-                library.impl(name.partition("::")[2], kernel, key, with_keyset=True, allow_override=True)
+                space, _, operator = name.partition("::")
+                libraries[space].impl(operator, kernel, key, with_keyset=True, allow_override=True)
                 names.add(name)
-        self._library, self._names = library, names
+        self._libraries, self._names = [*libraries.values()], names
         self._forget_lookups()
 
     def warn_of_others(self, stacklevel: int) -> None:
@@ -82,13 +85,15 @@ class Registrations:
 
     def take_back(self) -> None:
         """Leave torch's operators as they were."""
-        if self._library is not None:
-            self._library._destroy()
-            self._library = None
+        if self._libraries:
+            for library in self._libraries:
+                library._destroy()
+            self._libraries = []
             self._forget_lookups()
 
     def _forget_lookups(self) -> None:
         """Have tracers look the kernels of these operators up again, which they keep by operator."""
         for name in self._names:
-            packet, _, overload = name.partition("::")[2].partition(".")
-            getattr(getattr(torch.ops.aten, packet), overload or "default")._dispatch_cache.clear()
+            space, _, operator = name.partition("::")
+            packet, _, overload = operator.partition(".")
+            getattr(getattr(getattr(torch.ops, space), packet), overload or "default")._dispatch_cache.clear()

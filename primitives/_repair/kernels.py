@@ -21,7 +21,7 @@ from primitives._audit.table import is_tabled, verdicts_of
 from primitives._core import backend
 from primitives._core.autograd import function_class
 from primitives._core.decomposition import decomposition_table, decomposition_table_for_jvp
-from primitives._repair.dispatcher import has_kernel
+from primitives._repair.dispatcher import NAMESPACES, has_kernel
 from primitives._repair.fused import FUSED, ON_CUDA_ALONE
 from primitives._repair.nodes import MARK, backward_name, backward_operators
 from primitives._repair.state import carries_tangent, is_active, is_repairing, process, repairing, this_thread
@@ -109,7 +109,7 @@ def repairs() -> dict[str, Repair]:
     """All repairs by the name of their operator: of those that have a formula, the ones that torch has not right."""
     found = {}
     for operator in {**FUSED, **decomposition_table_for_jvp, **decomposition_table}:
-        if operator.namespace != "aten":  # the library of another may be gone
+        if operator.namespace not in NAMESPACES:  # the library of another may be gone
             continue
         is_wrong = operator in FUSED or not is_tabled(operator) or verdicts_of(operator).beyond(0)
         is_leaf = has_kernel(operator.name(), "Autograd") or operator in ON_CUDA_ALONE

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 
 from primitives._core.decomposition import decomposition_table, register_decomposition
+from primitives.decompositions._statistics import accumulated
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -121,3 +124,55 @@ def std_mean(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     """Standard deviation, and the mean."""
     variance, mean = torch.var_mean(*args, **kwargs)
     return _root(variance), mean
+
+
+def _linear_cross_entropy(
+    input: Tensor, linear_weight: Tensor, target: Tensor, linear_bias: Tensor | None, weight: Tensor | None, **how: Any
+) -> Tensor:
+    x, *parameters = (p if p is None else accumulated(p) for p in (input, linear_weight, linear_bias, weight))
+    loss = F.cross_entropy(F.linear(x, parameters[0], parameters[1]), target, parameters[2], **how)
+    return loss.to(input.dtype)
+
+
+if hasattr(torch.nn, "LinearCrossEntropyOptions"):  # torch 2.13
+    # It defines them; torch imports it at the first call.
+    importlib.import_module("torch.nn.modules.linear_cross_entropy")
+
+    @register_decomposition(torch.ops.torch_nn._linear_cross_entropy_batch_chunked.default)
+    def linear_cross_entropy_batch_chunked(
+        input: Tensor,
+        linear_weight: Tensor,
+        target: Tensor,
+        linear_bias: Tensor | None,
+        weight: Tensor | None,
+        reduction: str,
+        ignore_index: int,
+        label_smoothing: float,
+        *options: Any,
+    ) -> tuple[Tensor, ...]:
+        """Cross-entropy of `input @ linear_weight.T`, which has no jvp in torch: the tangent is silently 0.
+
+        Torch returns gradients beside the loss, for its own backward alone: here they are zeros.
+        """
+        how = {"reduction": reduction, "ignore_index": ignore_index, "label_smoothing": label_smoothing}
+        loss = _linear_cross_entropy(input, linear_weight, target, linear_bias, weight, **how)
+        shapes = (input.shape, linear_weight.shape, linear_weight.shape[:-1])
+        wanted = options[-len(shapes) :]
+        return loss, *[
+            input.new_zeros(shape if is_wanted else [0] * len(shape))
+            for shape, is_wanted in zip(shapes, wanted, strict=True)
+        ]
+
+    @register_decomposition(torch.ops.torch_nn._linear_cross_entropy_batch_chunked_no_reduction.default)
+    def linear_cross_entropy_batch_chunked_no_reduction(
+        input: Tensor,
+        linear_weight: Tensor,
+        target: Tensor,
+        linear_bias: Tensor | None,
+        weight: Tensor | None,
+        ignore_index: int,
+        *_options: Any,
+    ) -> Tensor:
+        """The losses `[N]`; likewise."""
+        how = {"reduction": "none", "ignore_index": ignore_index}
+        return _linear_cross_entropy(input, linear_weight, target, linear_bias, weight, **how)
