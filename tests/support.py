@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from perf.ops.samples import arranged, normal
+from primitives._audit.nestings import difference
+from primitives._audit.nestings import nested as directional
 
 DOUBLE = {"dtype": torch.float64}
 # Errors of torch for wrong calls. A mistake in a test itself is none of these, so it cannot pass for one.
@@ -152,3 +154,19 @@ def nested(function: Any, word: str, argnums: int | Sequence[int] = 0) -> Any:
     for letter, position in zip(reversed(word), reversed(positions), strict=True):
         function = MODES[letter](function, argnums=position)
     return function
+
+
+def right_nestings(
+    function: Callable[..., Tensor], xs: Sequence[Tensor], directions: Sequence[Tensor]
+) -> Iterator[tuple[str, float]]:
+    """Each nesting to order 3, held to differences of the nesting below and to the others, and its derivative."""
+    below = function
+    for order in (1, 2, 3):
+        truth, scale = difference(below, directions)(*xs).item(), max(abs(below(*xs).item()), 1.0)
+        first = directional(function, directions, "f" * order)(*xs).item()
+        for nesting in nestings(order):
+            found = directional(function, directions, nesting)(*xs).item()
+            assert found == pytest.approx(truth, rel=1e-6, abs=1e-7 * scale), nesting
+            assert found == pytest.approx(first, rel=1e-10, abs=1e-10 * scale), nesting
+            yield nesting, truth
+        below = directional(function, directions, "f" * order)

@@ -9,10 +9,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from perf.derivatives_page import page
 from perf.torch_derivatives import counts
-from primitives._audit.nestings import difference, nested, nestings
 from primitives._audit.table import read_table
 from primitives.decompositions import get_decomposition
-from tests.support import DOUBLE, randn
+from tests.support import DOUBLE, randn, right_nestings
 
 aten = torch.ops.aten
 pytestmark = pytest.mark.usefixtures("seeded")
@@ -157,13 +156,7 @@ def test_every_nesting_to_order_three_is_right(op, make):
     if op in (aten.cholesky.default, aten._linalg_eigh.default):
         # Of a symmetric matrix a half is read.
         directions = [v + v.mT for v in directions]
-    for order in (1, 2, 3):
-        below = nested(function, directions, "r" * (order - 1))
-        truth = difference(below, directions)(*xs).item()
-        scale = max(abs(truth), abs(below(*xs).item()), 1.0)
-        found = [nested(function, directions, nesting)(*xs).item() for nesting in nestings(order)]
-        assert found == pytest.approx([truth] * len(found), rel=0, abs=1e-6 * scale)
-        assert found == pytest.approx([found[-1]] * len(found), rel=0, abs=1e-10 * scale)
+    assert len([*right_nestings(function, xs, directions)]) == 14
 
 
 @pytest.mark.parametrize(

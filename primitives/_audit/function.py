@@ -78,7 +78,7 @@ def audit(
         >>> model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.LayerNorm(3))
         >>> report = pr.audit(model, (torch.randn(2, 3),))
         >>> [(finding.operation, finding.wrong) for finding in report.findings]
-        [('aten.native_layer_norm.default', ('jvp(jvp)', 'vjp(jvp)'))]
+        [('aten.native_layer_norm.default', ('jvp(jvp)', 'vjp(jvp)', 'jacfwd(jacrev)', 'jacrev(jacrev)'))]
         >>> report.findings[0].remedy
         'pr.repair_torch()'
         >>> with pr.repair_torch():
