@@ -129,9 +129,9 @@ def std_mean(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
 def _linear_cross_entropy(
     input: Tensor, linear_weight: Tensor, target: Tensor, linear_bias: Tensor | None, weight: Tensor | None, **how: Any
 ) -> Tensor:
-    x, *parameters = (p if p is None else accumulated(p) for p in (input, linear_weight, linear_bias, weight))
-    loss = F.cross_entropy(F.linear(x, parameters[0], parameters[1]), target, parameters[2], **how)
-    return loss.to(input.dtype)
+    bias, weight = (p if p is None else accumulated(p) for p in (linear_bias, weight))
+    logits = F.linear(accumulated(input), accumulated(linear_weight), bias)
+    return F.cross_entropy(logits, target, weight, **how).to(input.dtype)
 
 
 if hasattr(torch.nn, "LinearCrossEntropyOptions"):  # torch 2.13
