@@ -29,8 +29,8 @@ import torch.distributed as dist
 from primitives._core import Primitive
 from primitives._core.errors import CommunicationError
 from primitives.ops.norms.batch_norm_eval import batch_norm_eval_bwd_p, batch_norm_eval_jvp_p, batch_norm_eval_p
-from primitives.ops.norms.channels import axes_of, dense, per_channel
-from primitives.ops.rules import batch_all, fold_batch
+from primitives.ops.norms.channels import arranged, per_channel
+from primitives.ops.rules import accumulation_dtype, batch_all, fold_batch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -94,7 +94,7 @@ all_reduce_p.rules.define("composition", _all_reduce_reference)
 
 def _merged(x: Tensor, batch_ndim: int, group: str, world: int) -> tuple[Tensor, Tensor, Tensor]:
     """Mean and biased variance of each channel over all processes, [*batch, C], and how many values a channel has."""
-    axes = axes_of(x, batch_ndim)
+    axes = [batch_ndim, *range(batch_ndim + 2, x.dim())]
     count = x.new_full((1,), x.shape[batch_ndim] * x.shape[batch_ndim + 2 :].numel())
     # An empty batch has sums, and no mean.
     mean = x.sum(axes) / count.clamp(min=1)
@@ -115,7 +115,8 @@ def _merged(x: Tensor, batch_ndim: int, group: str, world: int) -> tuple[Tensor,
 def _sync_batch_norm_reference(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, batch_ndim: int, eps: float, group: str, world: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    mean, var, count = _merged(dense(x, x, batch_ndim), batch_ndim, group, world)
+    wide = arranged(x, x, batch_ndim).to(accumulation_dtype(x.dtype))
+    mean, var, count = _merged(wide, batch_ndim, group, world)
     return batch_norm_eval_p(x, weight, bias, mean, var, batch_ndim, eps), mean, var, count
 
 

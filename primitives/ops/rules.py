@@ -142,38 +142,6 @@ def first_order(value: Primitive, bwd: Primitive, jvp: Primitive) -> None:
         return jvp(*first(residuals), *dots, *last(residuals))
 
 
-def norm_second_order(bwd: Primitive, jvp: Primitive, pairing: Primitive, bwd_jvp: Primitive) -> None:
-    """Give the first-order operators of norms their rules; `pairing` is the gradient of <y_bar, y_dot> in all of it."""
-    attributes = attrgetter(*[name for name in jvp.spec.arguments if name not in jvp.spec.tensors])
-
-    @bwd.def_vjp
-    def bwd_vjp(residuals: Any, cotangents: Any, wanted: Any) -> dict[str, Tensor]:
-        r, c, mask = residuals, cotangents, (wanted.y_bar, wanted.x, wanted.weight)
-        if not any(mask):
-            return {}
-        tangents = of_wanted((c.x_bar, c.weight_bar, c.bias_bar), r.wanted)
-        options = (*attributes(r), (*mask, False, False, False))
-        out = pairing(r.y_bar, r.x, r.weight, r.mean, r.rstd, *tangents, *options)
-        return dict(compress(zip(("y_bar", "x", "weight"), out, strict=False), mask))
-
-    @jvp.def_vjp
-    def jvp_vjp(residuals: Any, cotangents: Any, wanted: Any) -> dict[str, Tensor]:
-        r, names = residuals, ("x", "weight", "x_dot", "weight_dot", "bias_dot")
-        mask = tuple([getattr(wanted, name) for name in names])
-        if not any(mask):
-            return {}
-        tangents, options = (r.x_dot, r.weight_dot, r.bias_dot), (*attributes(r), (False, *mask))
-        out = pairing(cotangents.y_dot, r.x, r.weight, r.mean, r.rstd, *tangents, *options)
-        return dict(compress(zip(names, out[1:], strict=True), mask))
-
-    @bwd.def_jvp
-    def bwd_tangents(residuals: Any, tangents: Any) -> tuple[Tensor | None, ...]:
-        # Where only a statistic has a tangent, which is none, the operator returns zeros.
-        r, t = residuals, tangents
-        dots = (t.y_bar, t.x, t.weight)
-        return bwd_jvp(r.y_bar, r.x, r.weight, r.mean, r.rstd, *dots, *attributes(r), r.wanted)
-
-
 # Batching.
 
 

@@ -25,8 +25,14 @@ import torch
 
 from primitives._core import Primitive, value_and_jvp
 from primitives.ops.dropout.dropout import dropout_p
-from primitives.ops.norms.layer_norm import layer_norm_bwd_p, layer_norm_jvp_p, layer_norm_p, per_row
-from primitives.ops.norms.layer_norm_second_order import layer_norm_bwd_jvp_p, layer_norm_pairing_p
+from primitives.ops.norms.layer_norm import (
+    layer_norm_bwd_jvp_p,
+    layer_norm_bwd_p,
+    layer_norm_jvp_p,
+    layer_norm_p,
+    layer_norm_pairing_p,
+    rows,
+)
 from primitives.ops.rules import accumulation_dtype, batch_rows, bind_kernels, cast_to_float32, of_wanted, unwanted
 
 if TYPE_CHECKING:
@@ -111,11 +117,10 @@ def _add_layer_norm_reference(
         y, mean, rstd = layer_norm_p(s, weight, bias, *options, rounded, 0)
         return y.to(y_dtype), s, mean, rstd
     # Layer norm rounds x_hat to the dtype of s.
-    y, mean, rstd = layer_norm_p(s, None, None, *options, False, 0)
-    y = y.to(y_dtype).to(y.dtype)
-    y = y if weight is None else y * per_row(weight, s, norm_ndim, batch_ndim)
-    y = y if bias is None else y + per_row(bias, s, norm_ndim, batch_ndim)
-    return y.to(y_dtype), s, mean, rstd
+    norm = rows(s, *options, 0)
+    y = norm.scaled(norm.x_hat.to(y_dtype).to(norm.dtype), weight)
+    y = y if bias is None else y + norm.param(bias)
+    return y.to(y_dtype), s, norm.statistic(norm.mean), norm.statistic(norm.rstd)
 
 
 @add_layer_norm_bwd_p.def_reference

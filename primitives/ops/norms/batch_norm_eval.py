@@ -16,24 +16,17 @@ Shapes: x is [*batch, N, C, *spatial] with `batch_ndim` batch axes, which vmap a
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from primitives._core import Primitive
 from primitives.ops.norms import cpu_batch_norm_eval as cpu
-from primitives.ops.norms.channels import (
-    affine,
-    arranged,
-    axes_of,
-    dense,
-    normalized,
-    parameter_cotangents,
-    per_channel,
-    sum_of_terms,
-)
+from primitives.ops.norms.channels import channels
 from primitives.ops.rules import accumulation_dtype, batch_all, bind_kernels, first_order, unwanted
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from primitives.ops.norms.formulas import Norm
 
 batch_norm_eval_p = Primitive(
     "batch_norm_eval",
@@ -60,82 +53,49 @@ batch_norm_eval_jvp_p = Primitive(
 # Reference.
 
 
-def _running(
-    x: Tensor, running_mean: Tensor, running_var: Tensor, batch_ndim: int, eps: float
-) -> tuple[Tensor, Tensor]:
-    """x_hat and rstd under the running statistics."""
+def _running(x: Tensor, running_mean: Tensor, running_var: Tensor, batch_ndim: int, eps: float) -> Norm:
+    """The norm by the running statistics."""
     acc = accumulation_dtype(x.dtype)
-    rstd = (running_var.to(acc) + eps).rsqrt()
-    return normalized(dense(x, x, batch_ndim), running_mean.to(acc), rstd, batch_ndim), rstd
+    return channels(x, batch_ndim, statistics=(running_mean.to(acc), (running_var.to(acc) + eps).rsqrt()))
+
+
+def _slopes(norm: Norm, weight: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Derivatives of y with respect to mean, and to var but for x_hat, per channel."""
+    rstd = norm.statistic(norm.rstd)
+    scale = rstd if weight is None else rstd * weight
+    return -scale, -0.5 * rstd * scale
 
 
 @batch_norm_eval_p.def_reference
-def _batch_norm_eval_reference(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor,
-    running_var: Tensor,
-    batch_ndim: int,
-    eps: float,
-) -> Tensor:
-    x_hat, _ = _running(x, running_mean, running_var, batch_ndim, eps)
-    return arranged(affine(x_hat, weight, bias, batch_ndim).to(x.dtype), x, batch_ndim)
+def _batch_norm_eval_reference(x: Tensor, weight: Tensor | None, bias: Tensor | None, *args: Any) -> Tensor:
+    return _running(x, *args).value(weight, bias)
 
 
 @batch_norm_eval_bwd_p.def_reference
-def _batch_norm_eval_bwd_reference(
-    y_bar: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    running_mean: Tensor,
-    running_var: Tensor,
-    batch_ndim: int,
-    eps: float,
-    wanted: list[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    x_hat, rstd = _running(x, running_mean, running_var, batch_ndim, eps)
-    y_bar = dense(y_bar, x, batch_ndim)
-    scale = rstd if weight is None else rstd * weight
-    x_bar = (y_bar * per_channel(scale, x, batch_ndim)).to(x.dtype) if wanted[0] else unwanted(x)
-    weight_bar, bias_bar = parameter_cotangents(y_bar, x_hat, x, weight, batch_ndim, wanted)
-    mean_bar, var_bar = unwanted(x), unwanted(x)
-    axes = axes_of(x, batch_ndim)
+def _batch_norm_eval_bwd_reference(y_bar: Tensor, x: Tensor, weight: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
+    running_mean, running_var, *options, wanted = args
+    norm = _running(x, running_mean, running_var, *options)
+    bars, (by_mean, by_var) = norm.bwd(y_bar, weight, wanted[:3]), _slopes(norm, weight)
+    y_bar, mean_bar, var_bar = norm.wide(y_bar), unwanted(x), unwanted(x)
     if wanted[3]:
-        mean_bar = (-scale * y_bar.sum(axes)).to(running_mean.dtype)
+        mean_bar = (by_mean * norm.sums(y_bar, norm.dtype)).to(running_mean.dtype)
     if wanted[4]:
-        var_bar = (-0.5 * rstd * scale * (y_bar * x_hat).sum(axes)).to(running_var.dtype)
-    return x_bar, weight_bar, bias_bar, mean_bar, var_bar
+        var_bar = (by_var * norm.sums(y_bar * norm.x_hat, norm.dtype)).to(running_var.dtype)
+    return *bars, mean_bar, var_bar
 
 
 @batch_norm_eval_jvp_p.def_reference
 def _batch_norm_eval_jvp_reference(
-    x: Tensor,
-    weight: Tensor | None,
-    running_mean: Tensor,
-    running_var: Tensor,
-    x_dot: Tensor | None,
-    weight_dot: Tensor | None,
-    bias_dot: Tensor | None,
-    running_mean_dot: Tensor | None,
-    running_var_dot: Tensor | None,
-    batch_ndim: int,
-    eps: float,
+    x: Tensor, weight: Tensor | None, running_mean: Tensor, running_var: Tensor, *args: Any
 ) -> Tensor:
-    x_hat, rstd = _running(x, running_mean, running_var, batch_ndim, eps)
-    scale = rstd if weight is None else rstd * weight
-    terms = []
-    if x_dot is not None:
-        terms.append(dense(x_dot, x, batch_ndim) * per_channel(scale, x, batch_ndim))
-    if weight_dot is not None:
-        terms.append(x_hat * per_channel(weight_dot, x, batch_ndim))
-    if bias_dot is not None:
-        terms.append(per_channel(bias_dot, x, batch_ndim))
-    if running_mean_dot is not None:
-        terms.append(per_channel(-scale * running_mean_dot, x, batch_ndim))
-    if running_var_dot is not None:
-        terms.append(x_hat * per_channel(-0.5 * rstd * scale * running_var_dot, x, batch_ndim))
-    return sum_of_terms(terms, x, batch_ndim)
+    x_dot, weight_dot, bias_dot, mean_dot, var_dot, *options = args
+    norm = _running(x, running_mean, running_var, *options)
+    terms, (by_mean, by_var) = norm.jvp(weight, x_dot, weight_dot, bias_dot), _slopes(norm, weight)
+    if mean_dot is not None:
+        terms.append(norm.param(by_mean * mean_dot))
+    if var_dot is not None:
+        terms.append(norm.x_hat * norm.param(by_var * var_dot))
+    return norm.result(*terms)
 
 
 # Kernels: Triton's and those for the CPU.

@@ -25,8 +25,14 @@ import torch
 
 from primitives._core import Primitive, value_and_jvp
 from primitives.ops.norms import cpu_batch_norm as cpu
-from primitives.ops.norms.batch_norm import batch_norm_bwd_p, batch_norm_jvp_p, batch_norm_p, batch_state
-from primitives.ops.norms.batch_norm_second_order import batch_norm_bwd_jvp_p, batch_norm_pairing_p
+from primitives.ops.norms.batch_norm import (
+    batch_norm_bwd_jvp_p,
+    batch_norm_bwd_p,
+    batch_norm_jvp_p,
+    batch_norm_p,
+    batch_norm_pairing_p,
+    batch_state,
+)
 from primitives.ops.norms.channels import arranged
 from primitives.ops.rules import accumulation_dtype, batch_all, bind_kernels, first_order, of_wanted, unwanted
 

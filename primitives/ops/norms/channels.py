@@ -1,16 +1,18 @@
-"""Per-channel arithmetic in plain torch, for the references of batch norm in training and in evaluation.
+"""Norms of channels: axes and layout, for the references of batch norm in training and in evaluation.
 
 x is [*batch, N, C, *spatial] with `batch_ndim` batch axes; everything per channel is [*batch, C].
 """
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 import torch
 from torch._prims_common import suggest_memory_format
 
-from primitives.ops.rules import accumulation_dtype, unwanted
+from primitives.ops.norms.formulas import Norm
+from primitives.ops.rules import unwanted
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,46 +43,19 @@ def arranged(x: Tensor, like: Tensor, batch_ndim: int) -> Tensor:
     return x.contiguous(memory_format=layout)
 
 
-def dense(x: Tensor, like: Tensor, batch_ndim: int) -> Tensor:
-    """Return x in the accumulation dtype and in the output layout for `like`."""
-    return arranged(x, like, batch_ndim).to(accumulation_dtype(like.dtype))
-
-
-def axes_of(x: Tensor, batch_ndim: int) -> list[int]:
-    """Axes that a channel's statistics run over: all but [*batch] and C."""
-    return [batch_ndim, *range(batch_ndim + 2, x.dim())]
+def channels(x: Tensor, batch_ndim: int, eps: float = 0.0, statistics: tuple[Tensor, Tensor] | None = None) -> Norm:
+    """The norm of each channel, by its own statistics or by given ones, mean and rstd `[*batch, C]`."""
+    norm_axes = [batch_ndim, *range(batch_ndim + 2, x.dim())]
+    if statistics is not None:
+        mean, rstd = (per_channel(v, x, batch_ndim) for v in statistics)
+        statistics = mean, rstd
+    layout = functools.partial(arranged, like=x, batch_ndim=batch_ndim)
+    return Norm(x, norm_axes, [*range(batch_ndim), batch_ndim + 1], layout, eps, statistics=statistics)
 
 
 def per_channel(param: Tensor, x: Tensor, batch_ndim: int) -> Tensor:
     """A parameter [*batch, C], shaped to broadcast against x [*batch, N, C, *spatial]."""
     return param.reshape(*param.shape[:-1], 1, param.shape[-1], *[1] * (x.dim() - batch_ndim - 2))
-
-
-def normalized(x: Tensor, mean: Tensor, rstd: Tensor, batch_ndim: int) -> Tensor:
-    """x_hat."""
-    return (x - per_channel(mean, x, batch_ndim)) * per_channel(rstd, x, batch_ndim)
-
-
-def affine(x_hat: Tensor, weight: Tensor | None, bias: Tensor | None, batch_ndim: int) -> Tensor:
-    """`x_hat * weight + bias`."""
-    y = x_hat if weight is None else x_hat * per_channel(weight, x_hat, batch_ndim)
-    return y if bias is None else y + per_channel(bias, x_hat, batch_ndim)
-
-
-def parameter_cotangents(
-    y_bar: Tensor, x_hat: Tensor, x: Tensor, weight: Tensor | None, batch_ndim: int, wanted: list[bool]
-) -> tuple[Tensor, Tensor]:
-    """Cotangents of weight and bias, where they are `wanted`."""
-    axes, dtype = axes_of(x, batch_ndim), accumulation_dtype(x.dtype) if weight is None else weight.dtype
-    weight_bar = (y_bar * x_hat).sum(axes).to(dtype) if wanted[1] else unwanted(x)
-    bias_bar = y_bar.sum(axes).to(dtype) if wanted[2] else unwanted(x)
-    return weight_bar, bias_bar
-
-
-def sum_of_terms(terms: list[Tensor], x: Tensor, batch_ndim: int) -> Tensor:
-    """The sum, in the shape, dtype and layout of `x`."""
-    total = sum(terms[1:], terms[0]).expand(x.shape).to(x.dtype, copy=True)
-    return arranged(total, x, batch_ndim)
 
 
 def moved_on(running: Tensor | None, batch: Tensor, momentum: float, x: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ combination of its inputs. For v with the sums (M, R) = (mean(v), mean(v * x_hat
 
 which serves vjp and jvp alike, being symmetric. P is linear, so with (A, B, C) = R of (x_dot, y_bar, y_bar_dot) and
 S = mean(x_dot * P(y_bar)) = rstd * (cov(x_dot, y_bar) - A * B) both derivatives of second order
-(`batch_norm_second_order.py`) are one projection and a multiple of x_hat:
+(`formulas.py`) are one projection and a multiple of x_hat:
 
     x' or x_bar_dot = P(v) - rstd * weight * S * x_hat
     v = weight * y_bar_dot + (weight_dot - weight * rstd * A) * y_bar - weight * rstd * B * x_dot

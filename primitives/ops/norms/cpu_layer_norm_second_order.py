@@ -1,6 +1,6 @@
 """Second-order layer norm on CPU tensors: one pass over blocks of rows, with three calls of ATen's backward in each.
 
-P is linear, and a factor per row moves in and out of it. So what `layer_norm_second_order.py` writes as several
+P is linear, and a factor per row moves in and out of it. So what `formulas.py` writes as several
 projections is one, of a sum: with A = mean(x_dot * x_hat), B = mean(g * x_hat), D = mean(g * P(x_dot)), g =
 y_bar * weight,
 

@@ -28,8 +28,7 @@ from torch.nn.functional import silu
 
 from primitives._core import Primitive, value_and_jvp
 from primitives.ops.norms import cpu_layer_norm as cpu
-from primitives.ops.norms.layer_norm import layer_norm_bwd_p, layer_norm_jvp_p, layer_norm_p
-from primitives.ops.norms.layer_norm_second_order import layer_norm_bwd_jvp_p
+from primitives.ops.norms.layer_norm import layer_norm_bwd_jvp_p, layer_norm_bwd_p, layer_norm_jvp_p, layer_norm_p
 from primitives.ops.rules import (
     accumulation_dtype,
     batch_rows,

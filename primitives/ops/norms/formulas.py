@@ -1,0 +1,249 @@
+r"""What all norms share: x_hat, P, and the formulas of every derivative, over the axes that a norm says.
+
+x_hat = (x - mean) * rstd with rstd = 1 / sqrt(var + eps), all means over the normalized axes, and
+
+    y = x_hat * weight + bias
+
+where weight and bias have some axes of x, and are constant along the others. P is the derivative of x_hat with respect
+to x; it is symmetric, so one map serves both modes:
+
+    P(v) = rstd * (v - mean(v) - x_hat * mean(v * x_hat))
+
+    jvp   y_dot = P(x_dot) * weight + x_hat * weight_dot + bias_dot
+    vjp   x_bar = P(y_bar * weight),   weight_bar = sum(y_bar * x_hat),   bias_bar = sum(y_bar)
+
+The sums run over the axes that a parameter lacks. Without `centered` x_hat = x * rstd, rstd = 1 / sqrt(mean(x**2) +
+eps), and P(v) = rstd * (v - x_hat * mean(v * x_hat)). With statistics that are no functions of x, P(v) = rstd * v.
+
+Second order. Along x_dot,
+
+    x_hat_dot = P(x_dot) =: h,        rstd_dot = -rstd**2 * mean(x_hat * x_dot)
+
+Both first-order operators are partial derivatives of one scalar, the pairing of a cotangent with a tangent of y,
+
+    L = <y_bar, y_dot> = <y_bar * weight, P(x_dot)> + <y_bar, x_hat * weight_dot> + <y_bar, bias_dot>
+
+    dL/d(x_dot, weight_dot, bias_dot) = (x_bar, weight_bar, bias_bar),        dL/d(y_bar) = y_dot
+
+so the vjp of either one is the gradient of L, and one operator, the pairing, serves double backward (vjp of the vjp)
+and the reverse-mode derivative of a jvp. With g = y_bar * weight, A = mean(x_dot * x_hat), B = mean(g * x_hat),
+S = mean(x_dot * P(g)), and a prime for the derivative of L with respect to what is primed,
+
+    y_bar'  = P(x_dot) * weight + x_hat * weight_dot + bias_dot
+    x'      = P(y_bar * weight_dot - rstd * (B * x_dot + A * g)) - rstd * S * x_hat
+    weight' = sum(y_bar * P(x_dot))
+    x_dot'  = P(g),    weight_dot' = sum(y_bar * x_hat),    bias_dot' = sum(y_bar)
+
+Forward over reverse: with g_dot = y_bar_dot * weight + y_bar * weight_dot,
+
+    x_bar_dot      = P(g_dot) - rstd * (A * P(g) + x_hat * mean(g * h) + h * B)
+    weight_bar_dot = sum(y_bar_dot * x_hat + y_bar * h),        bias_bar_dot = sum(y_bar_dot)
+
+Third and higher orders, and the jvp of a jvp, differentiate these formulas.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from primitives.ops.rules import accumulation_dtype, unwanted
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import torch
+    from torch import Tensor
+
+__all__ = ["Norm"]
+
+
+class Norm:
+    """A norm of one x: its statistics, which are functions of x that derivatives reach, and all formulas.
+
+    Args:
+        x: The input.
+        norm_axes: The normalized axes.
+        param_axes: The axes that weight and bias have, in order.
+        layout: Lays out what has the shape of x: `(v) -> v` in the order of memory of the result.
+        eps: Added to the variance.
+        centered: Whether the mean is subtracted.
+        statistics: Mean and rstd that are no functions of x, shaped to broadcast against it.
+
+    Attributes:
+        x_hat: x, normalized, in the dtype of sums.
+        mean: The mean, with axes of size 1 for the normalized ones.
+        variance: The biased variance, likewise.
+        rstd: Likewise.
+    """
+
+    def __init__(
+        self,
+        x: Tensor,
+        norm_axes: Sequence[int],
+        param_axes: Sequence[int],
+        layout: Callable[[Tensor], Tensor],
+        eps: float = 0.0,
+        *,
+        centered: bool = True,
+        statistics: tuple[Tensor, Tensor] | None = None,
+    ) -> None:
+        self.x, self.layout, self.centered, self.is_given = x, layout, centered, statistics is not None
+        self.dtype = accumulation_dtype(x.dtype)
+        self.norm_axes, self.param_axes = list(norm_axes), [axis % x.dim() for axis in param_axes]
+        self.sum_axes = [axis for axis in range(x.dim()) if axis not in self.param_axes]
+        rest = self.wide(x)
+        if statistics is not None:
+            self.mean, self.rstd = statistics
+            self.x_hat = (rest - self.mean) * self.rstd
+            return
+        self.mean = unwanted(rest)
+        if centered:
+            self.mean = self.mean_of(rest)
+            rest = rest - self.mean
+            # Less the rounding error of the mean, rows of one value become 0. Its derivative in x is 0.
+            error = self.mean_of(rest.detach())
+            self.mean, rest = self.mean + error, rest - error
+        self.variance = self.mean_of(rest.square())
+        self.rstd = (self.variance + eps).rsqrt()
+        self.x_hat = rest * self.rstd
+
+    def wide(self, v: Any) -> Any:
+        """`v`, of the shape of x, in the layout of the result and the dtype of sums; or None."""
+        return None if v is None else self.layout(v).to(self.dtype)
+
+    def mean_of(self, v: Tensor) -> Tensor:
+        """Mean over the normalized axes."""
+        return v.mean(self.norm_axes, keepdim=True)
+
+    def statistic(self, v: Tensor) -> Tensor:
+        """A statistic as an output: without the normalized axes."""
+        return v.squeeze(self.norm_axes) if v.dim() == self.x.dim() else v
+
+    def param(self, param: Tensor) -> Tensor:
+        """A parameter, shaped to broadcast against x."""
+        shape = self.x.shape
+        return param.reshape([shape[axis] if axis in self.param_axes else 1 for axis in range(len(shape))])
+
+    def scaled(self, v: Tensor, param: Tensor | None) -> Tensor:
+        """`v * param`; None for 1."""
+        return v if param is None else v * self.param(param)
+
+    def project(self, v: Tensor) -> Tensor:
+        """`P(v)`, the derivative of x_hat with respect to x along v."""
+        if self.is_given:
+            return self.rstd * v
+        along = self.x_hat * self.mean_of(v * self.x_hat)
+        return self.rstd * ((v - self.mean_of(v) if self.centered else v) - along)
+
+    def sums(self, v: Tensor | None, dtype: torch.dtype, *, wanted: bool = True) -> Tensor:
+        """Sum of v over all axes that a parameter lacks: a cotangent of one; None for 0."""
+        if not wanted:
+            return unwanted(self.x)
+        if v is None:
+            return self.x.new_zeros([self.x.shape[axis] for axis in self.param_axes], dtype=dtype)
+        # No axes at all would mean every axis to torch.
+        return v.sum(self.sum_axes).to(dtype) if self.sum_axes else v.to(dtype, copy=True)
+
+    def result(self, *terms: Tensor, wanted: bool = True) -> Tensor:
+        """The sum of terms that broadcast to x, in its shape, dtype and layout."""
+        if not wanted:
+            return unwanted(self.x)
+        total = sum(terms[1:], terms[0]) if terms else self.x.new_zeros(self.x.shape)
+        return self.layout(total.expand(self.x.shape).to(self.x.dtype))
+
+    # The value and its derivatives. A tangent that is None is absent.
+
+    def value(self, weight: Tensor | None, bias: Tensor | None, *, rounded: bool = False) -> Tensor:
+        """`x_hat * weight + bias`; `rounded` takes x_hat in the dtype of x."""
+        x_hat = self.x_hat.to(self.x.dtype).to(self.dtype) if rounded else self.x_hat
+        return self.result(self.scaled(x_hat, weight), *[] if bias is None else [self.param(bias)])
+
+    def bwd(self, y_bar: Tensor, weight: Tensor | None, wanted: Sequence[bool]) -> tuple[Tensor, Tensor, Tensor]:
+        """Cotangents of x, weight and bias."""
+        y_bar = self.wide(y_bar)
+        # A bias without a weight may be wider than x, so its sum is left wide; autograd casts to the dtype of the bias.
+        dtype = self.dtype if weight is None else weight.dtype
+        return (
+            self.result(self.project(self.scaled(y_bar, weight))) if wanted[0] else unwanted(self.x),
+            self.sums(y_bar * self.x_hat, dtype) if wanted[1] else unwanted(self.x),
+            self.sums(y_bar, dtype, wanted=wanted[2]),
+        )
+
+    def jvp(
+        self, weight: Tensor | None, x_dot: Tensor | None, weight_dot: Tensor | None, bias_dot: Tensor | None
+    ) -> list[Tensor]:
+        """Terms of the tangent of y."""
+        terms = []
+        if x_dot is not None:
+            terms.append(self.scaled(self.project(self.wide(x_dot)), weight))
+        if weight_dot is not None:
+            terms.append(self.scaled(self.x_hat, weight_dot))
+        if bias_dot is not None:
+            # Alone it becomes the result, which must not be a view of an argument.
+            terms.append(self.param(bias_dot.to(self.dtype, copy=True)))
+        return terms
+
+    def pairing(
+        self,
+        y_bar: Tensor,
+        weight: Tensor | None,
+        x_dot: Tensor | None,
+        weight_dot: Tensor | None,
+        bias_dot: Tensor | None,
+        wanted: Sequence[bool],
+    ) -> tuple[Tensor, ...]:
+        """Gradient of L in y_bar, x, weight, x_dot, weight_dot and bias_dot."""
+        y_bar, x_dot, x_hat, rstd = self.wide(y_bar), self.wide(x_dot), self.x_hat, self.rstd
+        dtype = self.x.dtype if weight is None else weight.dtype
+        g = self.scaled(y_bar, weight)
+        inner, outer, h, projected_g = [], [], None, None
+        if wanted[3] or x_dot is not None:
+            projected_g = self.project(g)
+        if x_dot is not None and projected_g is not None:
+            h = self.project(x_dot)
+            inner.append(-rstd * (self.mean_of(g * x_hat) * x_dot + self.mean_of(x_dot * x_hat) * g))
+            outer.append(-rstd * self.mean_of(x_dot * projected_g) * x_hat)
+        if weight_dot is not None:
+            inner.append(self.scaled(y_bar, weight_dot))
+        if inner:
+            outer.append(self.project(sum(inner[1:], inner[0])))
+        return (
+            self.result(*self.jvp(weight, x_dot, weight_dot, bias_dot), wanted=wanted[0]),
+            self.result(*outer, wanted=wanted[1]),
+            self.sums(None if h is None else y_bar * h, dtype, wanted=wanted[2]),
+            unwanted(self.x) if projected_g is None else self.result(projected_g, wanted=wanted[3]),
+            self.sums(y_bar * x_hat, dtype, wanted=wanted[4]),
+            self.sums(y_bar, dtype, wanted=wanted[5]),
+        )
+
+    def bwd_jvp(
+        self,
+        y_bar: Tensor,
+        weight: Tensor | None,
+        y_bar_dot: Tensor | None,
+        x_dot: Tensor | None,
+        weight_dot: Tensor | None,
+        wanted: Sequence[bool],
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Tangents of the cotangents of x, weight and bias."""
+        y_bar, y_bar_dot, x_dot = self.wide(y_bar), self.wide(y_bar_dot), self.wide(x_dot)
+        dtype = self.x.dtype if weight is None else weight.dtype
+        g, g_dot, x_terms, weight_terms = self.scaled(y_bar, weight), [], [], []
+        if y_bar_dot is not None:
+            g_dot.append(self.scaled(y_bar_dot, weight))
+            weight_terms.append(y_bar_dot * self.x_hat)
+        if weight_dot is not None:
+            g_dot.append(self.scaled(y_bar, weight_dot))
+        if g_dot:
+            x_terms.append(self.project(sum(g_dot[1:], g_dot[0])))
+        if x_dot is not None:
+            h = self.project(x_dot)
+            a, mean_gh, b = (self.mean_of(v) for v in (x_dot * self.x_hat, g * h, g * self.x_hat))
+            x_terms.append(-self.rstd * (a * self.project(g) + self.x_hat * mean_gh + h * b))
+            weight_terms.append(y_bar * h)
+        weight_sum = sum(weight_terms[1:], weight_terms[0]) if weight_terms else None
+        return (
+            self.result(*x_terms, wanted=wanted[0]),
+            self.sums(weight_sum, dtype, wanted=wanted[1]),
+            self.sums(y_bar_dot, dtype, wanted=wanted[2]),
+        )
