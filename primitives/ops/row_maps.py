@@ -13,15 +13,14 @@ differentiate the references of these.
 
 from __future__ import annotations
 
-from itertools import compress
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from primitives._core import Primitive, value_and_jvp
-from primitives.ops.rules import accumulation_dtype, batch_all, bind_kernels, unwanted
+from primitives.ops.rules import accumulation_dtype, batch_all, bind_kernels, called, second_order, unwanted
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
     from types import ModuleType
 
     from torch import Tensor
@@ -140,27 +139,17 @@ class RowMap:
         value.def_jvp(lambda residuals, tangents: jvp(tangents.x, *for_jvp(residuals)))
 
     def _define_second_order(self) -> None:
-        bwd, jvp, k = self.ops["bwd"], self.ops["jvp"], self._kept
-
-        def given(residuals: Any, names: Sequence[str]) -> list[Any]:
-            return [getattr(residuals, name) for name in names]
-
-        def gradient(y_bar: Tensor, x_dot: Tensor, residuals: Any, wanted: Any) -> dict[str, Tensor]:
-            names = ("y_bar", k, "x_dot")
-            mask = tuple([getattr(wanted, name, False) for name in names])
-            of_k, options = given(residuals, self._of_k), given(residuals, self._options)
-            return dict(
-                compress(zip(names, self.ops["pairing"](y_bar, *of_k, x_dot, *options, mask), strict=True), mask)
-            )
-
-        def tangent(y_bar: Tensor, y_bar_dot: Tensor | None, residuals: Any, tangents: Any, dtype: list[Any]) -> Tensor:
-            of_k, dots = given(residuals, self._of_k), (y_bar_dot, getattr(tangents, k))
-            return self.ops["bwd_jvp"](y_bar, *of_k, *dots, *given(residuals, self._options), *dtype)
-
-        bwd.def_vjp(lambda r, cotangents, wanted: gradient(r.y_bar, cotangents.x_bar, r, wanted))
-        jvp.def_vjp(lambda r, cotangents, wanted: gradient(cotangents.y_dot, r.x_dot, r, wanted))
-        bwd.def_jvp(lambda r, tangents: tangent(r.y_bar, tangents.y_bar, r, tangents, given(r, self._dtype)))
+        bwd, jvp, bwd_jvp = self.ops["bwd"], self.ops["jvp"], self.ops["bwd_jvp"]
+        second_order(bwd, jvp, bwd_jvp, self.ops["pairing"])
         if self._is_symmetric:
+            # It is linear in x_dot, as the backward is in y_bar.
             jvp.def_jvp(
-                lambda r, tangents: tangent(r.x_dot, tangents.x_dot, r, tangents, [r.y.dtype for _ in self._dtype])
+                lambda r, t: called(
+                    bwd_jvp,
+                    r,
+                    y_bar=r.x_dot,
+                    y_bar_dot=t.x_dot,
+                    **{f"{self._kept}_dot": getattr(t, self._kept)},
+                    **dict.fromkeys(self._dtype, r.y.dtype),
+                )
             )

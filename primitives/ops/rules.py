@@ -142,6 +142,69 @@ def first_order(value: Primitive, bwd: Primitive, jvp: Primitive) -> None:
         return jvp(*first(residuals), *dots, *last(residuals))
 
 
+def called(op: Primitive, residuals: Any, wanted: Sequence[bool] | None = None, **given: Any) -> Any:
+    """`op` of what is given by name, else of residuals; what neither has is absent."""
+    names = op.spec.arguments if wanted is None else op.spec.arguments[:-1]
+    args = [given[name] if name in given else getattr(residuals, name, None) for name in names]
+    return op(*args) if wanted is None else op(*args, wanted)
+
+
+def second_order(bwd: Primitive, jvp: Primitive, bwd_jvp: Primitive | None, pairing: Primitive | None = None) -> None:
+    """Give the first-order operators of a function their rules.
+
+    Both are partial derivatives of one scalar, the pairing L of cotangents with tangents of the results:
+
+        dL/d(x_dot) = x_bar,        dL/d(y_bar) = y_dot,        dL/dx = the derivative of x_bar along x_dot
+
+    where the last holds since L is the derivative of <y_bar, y> along x_dot, and second derivatives are symmetric.
+    Arguments and results say by their names which they are, as for `first_order`.
+
+    Args:
+        bwd: The backward.
+        jvp: The jvp.
+        bwd_jvp: The tangents of the results of `bwd`; None where you give `bwd` its jvp rule.
+        pairing: All derivatives of L, where one operator makes them; without it the three others do.
+    """
+    bars = [name for name in bwd.spec.arguments if name.endswith("_bar")]
+    primals = [bar.removesuffix("_bar") for bar in bwd.spec.outputs]
+    dots = [f"{name}_dot" for name in primals]
+    of_pairing = [] if pairing is None else [bar.removesuffix("_bar") for bar in pairing.spec.outputs]
+    # A map that keeps its result y is differentiated in y as if it were an argument.
+    of_pairing = ["y" if name == "output" else name for name in of_pairing]
+
+    def gradient(residuals: Any, wanted: Any, given: dict[str, Any]) -> dict[str, Tensor]:
+        def asked(op: Primitive, names: Sequence[str], *, takes_mask: bool = True) -> dict[str, Tensor]:
+            mask = tuple([getattr(wanted, name, False) for name in names])
+            if not any(mask):
+                return {}
+            out = called(op, residuals, mask if takes_mask else None, **given)
+            return dict(compress(zip(names, out, strict=True), mask))
+
+        if pairing is not None:
+            return asked(pairing, of_pairing)
+        in_primals = {} if bwd_jvp is None else asked(bwd_jvp, primals)
+        return asked(jvp, bars, takes_mask=False) | asked(bwd, dots) | in_primals
+
+    @bwd.def_vjp
+    def bwd_vjp(residuals: Any, cotangents: Any, wanted: Any) -> dict[str, Tensor]:
+        tangents = of_wanted(cotangents, getattr(residuals, "wanted", [True]))
+        return gradient(residuals, wanted, dict(zip(dots, tangents, strict=True)))
+
+    @jvp.def_vjp
+    def jvp_vjp(residuals: Any, cotangents: Any, wanted: Any) -> dict[str, Tensor]:
+        names = [dot.removesuffix("_dot") for dot in jvp.spec.outputs]
+        return gradient(residuals, wanted, {f"{name}_bar": getattr(cotangents, f"{name}_dot") for name in names})
+
+    if bwd_jvp is None:
+        return
+
+    @bwd.def_jvp
+    def bwd_tangents(residuals: Any, tangents: Any) -> Any:
+        # Where only a statistic has a tangent, which is none, the operator returns zeros.
+        wanted = getattr(residuals, "wanted", None)
+        return called(bwd_jvp, residuals, wanted, **{f"{name}_dot": dot for name, dot in tangents._asdict().items()})
+
+
 # Batching.
 
 

@@ -26,14 +26,12 @@ references, whose blocks of rows are recomputed: memory grows with the number of
 
 from __future__ import annotations
 
-from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from primitives._core import Primitive
 from primitives.ops.attention.attention import (
-    DOTS,
     NAMES,
     OPTIONS,
     attention_bwd_p,
@@ -48,7 +46,7 @@ from primitives.ops.attention.attention import (
 )
 from primitives.ops.attention.blocks import in_blocks
 from primitives.ops.attention.rows import Problem, Rows, flipped, noised
-from primitives.ops.rules import batch_all, bind_kernels, of_wanted, unwanted
+from primitives.ops.rules import batch_all, bind_kernels, called, second_order, unwanted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -147,42 +145,19 @@ def _attention_pairing_fake(*args: Any) -> tuple[Tensor, ...]:
 bind_kernels(attention_pairing_p, "attention.attention", "attention_pairing", _attention_pairing_cpu)
 
 
-# Rules of the first-order operators.
+# The tangents of the backward are derivatives of L, too.
 
-BARS = ("o_bar", "lse_bar")
-
-
-def _pairing(residuals: Any, wanted: Sequence[bool], **others: Any) -> Sequence[Tensor]:
-    """The wanted derivatives of L for what the residuals hold, and these; what neither has is absent."""
-    names = attention_pairing_p.spec.arguments[:-1]
-    return attention_pairing_p(*[others.get(name, getattr(residuals, name, None)) for name in names], wanted)
-
-
-@attention_bwd_p.def_vjp
-def _attention_bwd_vjp(residuals: Any, cotangents: Any, wanted: Any) -> dict[str, Tensor]:
-    names = (*BARS, *NAMES)
-    mask = tuple(getattr(wanted, name) for name in names)
-    dots = dict(zip(DOTS, of_wanted(cotangents, residuals.wanted), strict=True))
-    out = _pairing(residuals, (*mask, False, False, False, False), **dots)
-    return dict(compress(zip(names, out, strict=False), mask))
+second_order(attention_bwd_p, attention_jvp_p, None, attention_pairing_p)
 
 
 @attention_bwd_p.def_jvp
 def _attention_bwd_jvp(residuals: Any, tangents: Any) -> tuple[Tensor, ...]:
-    r, t = residuals, tangents
-    dots = {f"{name}_dot": getattr(t, name) for name in (*BARS, *NAMES)}
+    t = tangents
+    dots = {f"{name}_dot": getattr(t, name) for name in ("o_bar", "lse_bar", *NAMES)}
     # o and lse move as the other arguments say: where their tangents are at hand, they are not computed again.
     if t.o is not None and t.lse is not None:
         dots |= {"o_dot": t.o, "lse_dot": t.lse}
-    return tuple(_pairing(r, (False, False, *r.wanted, False, False, False, False), **dots)[2:6])
-
-
-@attention_jvp_p.def_vjp
-def _attention_jvp_vjp(residuals: Any, cotangents: Any, wanted: Any) -> dict[str, Tensor]:
-    c, names = cotangents, (*NAMES, *DOTS)
-    mask = tuple(getattr(wanted, name) for name in names)
-    out = _pairing(residuals, (False, False, *mask), o_bar=c.o_dot, lse_bar=c.lse_dot)
-    return dict(compress(zip(names, out[2:], strict=True), mask))
+    return tuple(called(attention_pairing_p, residuals, (False, False, *residuals.wanted, *[False] * 4), **dots)[2:6])
 
 
 batch_all(attention_pairing_p)

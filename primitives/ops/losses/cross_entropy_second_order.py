@@ -20,8 +20,7 @@ Third and higher orders, and the jvp of a jvp, differentiate the references.
 
 from __future__ import annotations
 
-from itertools import compress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from primitives._core import Primitive
 from primitives.ops.losses import cpu_cross_entropy as cpu
@@ -33,7 +32,7 @@ from primitives.ops.losses.cross_entropy import (
     scaled_target,
     terms_of,
 )
-from primitives.ops.rules import batch_all, bind_kernels, of_wanted, unwanted
+from primitives.ops.rules import batch_all, bind_kernels, second_order, unwanted
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -96,47 +95,5 @@ bind_kernels(
 )
 
 
-# Rules of the first-order operators.
-
-
-@cross_entropy_bwd_p.def_vjp
-def _cross_entropy_bwd_vjp(residuals: Any, cotangents: Any, wanted: Any) -> dict[str, Tensor]:
-    r = residuals
-    dots = of_wanted((cotangents.x_bar, cotangents.target_bar), r.wanted)
-    found: dict[str, Tensor] = {}
-    mask = (wanted.loss_bar, wanted.lse_bar)
-    if any(mask):
-        tangents = cross_entropy_jvp_p(r.x, r.target, r.lse, *dots, r.dim, r.smoothing)
-        found |= compress(zip(("loss_bar", "lse_bar"), tangents, strict=True), mask)
-    return found | _in_x_and_target(r, (r.loss_bar, r.lse_bar), dots, (wanted.x, wanted.target))
-
-
-@cross_entropy_jvp_p.def_vjp
-def _cross_entropy_jvp_vjp(residuals: Any, cotangents: Any, wanted: Any) -> dict[str, Tensor]:
-    r, bars = residuals, (cotangents.loss_dot, cotangents.lse_dot)
-    found: dict[str, Tensor] = {}
-    mask = (wanted.x_dot, wanted.target_dot)
-    if any(mask):
-        gradient = cross_entropy_bwd_p(*bars, r.x, r.target, r.lse, r.dim, r.smoothing, mask)
-        found |= compress(zip(("x_dot", "target_dot"), gradient, strict=True), mask)
-    return found | _in_x_and_target(r, bars, (r.x_dot, r.target_dot), (wanted.x, wanted.target))
-
-
-def _in_x_and_target(r: Any, bars: Any, dots: Any, mask: tuple[bool, bool]) -> dict[str, Tensor]:
-    """Derivatives of the pairing in x and in the target, those of `mask`."""
-    if not any(mask):
-        return {}
-    out = cross_entropy_bwd_jvp_p(*bars, r.x, r.target, r.lse, None, None, *dots, r.dim, r.smoothing, mask)
-    return dict(compress(zip(("x", "target"), out, strict=True), mask))
-
-
-@cross_entropy_bwd_p.def_jvp
-def _cross_entropy_bwd_jvp(residuals: Any, tangents: Any) -> tuple[Tensor, Tensor]:
-    r, t = residuals, tangents
-    dots = (t.loss_bar, t.lse_bar, t.x, t.target)
-    return cross_entropy_bwd_jvp_p(
-        r.loss_bar, r.lse_bar, r.x, r.target, r.lse, *dots, r.dim, r.smoothing, list(r.wanted)
-    )
-
-
+second_order(cross_entropy_bwd_p, cross_entropy_jvp_p, cross_entropy_bwd_jvp_p)
 batch_all(cross_entropy_bwd_jvp_p, counter="dim")

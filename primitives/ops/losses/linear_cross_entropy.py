@@ -22,7 +22,6 @@ The operators are composed of products of matrices and of the primitives of cros
 from __future__ import annotations
 
 import functools
-from itertools import compress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -30,7 +29,7 @@ import torch
 from primitives._core import BatchInfo, Primitive, vmap_by_loop
 from primitives.ops.losses.cross_entropy import cross_entropy_bwd_p, cross_entropy_jvp_p, cross_entropy_p
 from primitives.ops.losses.cross_entropy_second_order import cross_entropy_bwd_jvp_p
-from primitives.ops.rules import first_order, fold_batch, of_wanted, output_axes, unwanted
+from primitives.ops.rules import first_order, fold_batch, output_axes, second_order, unwanted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -317,60 +316,8 @@ for _device in ("cpu", "cuda"):
     linear_cross_entropy_bwd_jvp_p.def_kernel(_device)(_bwd_jvp)
 
 
-# Derivatives.
-
-
-def _options(r: Any) -> tuple[float, float, int]:
-    return r.softcap, r.smoothing, r.chunk_rows
-
-
-def _chosen(values: Sequence[Any], mask: Sequence[bool], suffix: str = "") -> dict[str, Any]:
-    return dict(compress(zip([f"{name}{suffix}" for name in _NAMES], values, strict=True), mask))
-
-
 first_order(linear_cross_entropy_p, linear_cross_entropy_bwd_p, linear_cross_entropy_jvp_p)
-
-
-def _in_arguments(r: Any, bars: Sequence[Any], dots: Sequence[Any], mask: Sequence[bool]) -> dict[str, Any]:
-    """Derivatives of the pairing of cotangents with tangents in the arguments, those of `mask`."""
-    if not any(mask):
-        return {}
-    arguments = (r.x, r.weight, r.bias, r.target, r.lse)
-    out = linear_cross_entropy_bwd_jvp_p(*bars, *arguments, None, None, *dots, *_options(r), mask)
-    return _chosen(out, mask)
-
-
-@linear_cross_entropy_bwd_p.def_vjp
-def _bwd_vjp_rule(residuals: Any, cotangents: Any, wanted: Any) -> dict[str, Any]:
-    r = residuals
-    dots = of_wanted(cotangents, r.wanted)
-    found: dict[str, Any] = {}
-    if wanted.loss_bar or wanted.lse_bar:
-        tangents = linear_cross_entropy_jvp_p(r.x, r.weight, r.bias, r.target, r.lse, *dots, *_options(r))
-        bars = zip(("loss_bar", "lse_bar"), tangents, strict=True)
-        found |= compress(bars, (wanted.loss_bar, wanted.lse_bar))
-    mask = (wanted.x, wanted.weight, wanted.bias, wanted.target)
-    return found | _in_arguments(r, (r.loss_bar, r.lse_bar), dots, mask)
-
-
-@linear_cross_entropy_jvp_p.def_vjp
-def _jvp_vjp_rule(residuals: Any, cotangents: Any, wanted: Any) -> dict[str, Any]:
-    r, bars = residuals, tuple(cotangents)
-    found: dict[str, Any] = {}
-    mask = (wanted.x_dot, wanted.weight_dot, wanted.bias_dot, wanted.target_dot)
-    if any(mask):
-        out = linear_cross_entropy_bwd_p(*bars, r.x, r.weight, r.bias, r.target, r.lse, *_options(r), mask)
-        found |= _chosen(out, mask, "_dot")
-    dots = (r.x_dot, r.weight_dot, r.bias_dot, r.target_dot)
-    return found | _in_arguments(r, bars, dots, (wanted.x, wanted.weight, wanted.bias, wanted.target))
-
-
-@linear_cross_entropy_bwd_p.def_jvp
-def _bwd_jvp_rule(residuals: Any, tangents: Any) -> Any:
-    r, t = residuals, tangents
-    arguments = (r.x, r.weight, r.bias, r.target, r.lse)
-    dots = (t.loss_bar, t.lse_bar, t.x, t.weight, t.bias, t.target)
-    return linear_cross_entropy_bwd_jvp_p(r.loss_bar, r.lse_bar, *arguments, *dots, *_options(r), list(r.wanted))
+second_order(linear_cross_entropy_bwd_p, linear_cross_entropy_jvp_p, linear_cross_entropy_bwd_jvp_p)
 
 
 # Batching: the batch is more rows, unless each sample has parameters, or sums over its rows, of its own.

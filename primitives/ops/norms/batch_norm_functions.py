@@ -14,8 +14,7 @@ from primitives.ops import arguments
 from primitives.ops.arguments import LOW_PRECISION
 from primitives.ops.norms.batch_norm import batch_norm_p
 from primitives.ops.norms.batch_norm_eval import batch_norm_eval_p
-from primitives.ops.norms.batch_norm_relu import batch_norm_relu_p
-from primitives.ops.norms.batch_norm_relu_eval import batch_norm_relu_eval_p
+from primitives.ops.norms.batch_norm_relu import batch_norm_relu_eval_p, batch_norm_relu_p
 from primitives.ops.rules import weight_beside
 
 if TYPE_CHECKING:

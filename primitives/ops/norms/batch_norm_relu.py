@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from primitives._core import Primitive, value_and_jvp
-from primitives.ops.norms import cpu_batch_norm as cpu
+from primitives.ops.norms import cpu_batch_norm, cpu_batch_norm_eval
 from primitives.ops.norms.batch_norm import (
     batch_norm_bwd_jvp_p,
     batch_norm_bwd_p,
@@ -33,45 +33,15 @@ from primitives.ops.norms.batch_norm import (
     batch_norm_pairing_p,
     batch_state,
 )
+from primitives.ops.norms.batch_norm_eval import batch_norm_eval_bwd_p, batch_norm_eval_jvp_p, batch_norm_eval_p
 from primitives.ops.norms.channels import arranged
 from primitives.ops.rules import accumulation_dtype, batch_all, bind_kernels, first_order, of_wanted, unwanted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from types import ModuleType
 
     from torch import Tensor
-
-batch_norm_relu_p = Primitive(
-    "batch_norm_relu",
-    "(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, Tensor? running_mean, Tensor? running_var,"
-    " int batch_ndim, float momentum, float eps) -> (Tensor y, Tensor mean, Tensor rstd, Tensor new_running_mean,"
-    " Tensor new_running_var)",
-    residuals=("x", "weight", "mean", "rstd", "y"),
-    statistics=("mean", "rstd"),
-    state=("new_running_mean", "new_running_var"),
-    recomputable=True,
-)
-batch_norm_relu_bwd_p = Primitive(
-    "batch_norm_relu_bwd",
-    "(Tensor y_bar, Tensor y, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, int batch_ndim, float eps,"
-    " bool[] wanted) -> (Tensor x_bar, Tensor residual_bar, Tensor weight_bar, Tensor bias_bar)",
-    residuals=("y_bar", "y", "x", "weight", "mean", "rstd"),
-    cached=("mean", "rstd"),
-    decomposable=True,
-)
-batch_norm_relu_jvp_p = Primitive(
-    "batch_norm_relu_jvp",
-    "(Tensor y, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, Tensor? x_dot, Tensor? residual_dot,"
-    " Tensor? weight_dot, Tensor? bias_dot, int batch_ndim, float eps) -> Tensor y_dot",
-    residuals=("y", "x", "weight", "mean", "rstd", "x_dot", "weight_dot", "bias_dot"),
-    cached=("mean", "rstd"),
-    decomposable=True,
-)
-batch_norm_relu_fwd_jvp_p = value_and_jvp(batch_norm_relu_p, batch_norm_relu_jvp_p)
-
-
-# References, made of the norm's, and kernels for the CPU, made of its kernels there. A norm returns None for a call
-# that it does not serve. The arguments of training and of evaluation stand in the same order up to `batch_ndim`.
 
 
 def through(y: Tensor, v: Tensor) -> Tensor:
@@ -79,12 +49,16 @@ def through(y: Tensor, v: Tensor) -> Tensor:
     return torch.ops.aten.threshold_backward(v, y, 0)
 
 
+# References, made of the norm's, and kernels for the CPU, made of its kernels there, which return None for a call that
+# they do not serve. The arguments of training and of evaluation stand in the same order up to `batch_ndim`.
+
+
 def _wide(values: Sequence[Tensor | None], added: Tensor | None) -> list[Any]:
     """Values in the dtype of sums where something is still to be added before the result is rounded."""
     return [v if v is None or added is None else v.to(accumulation_dtype(v.dtype)) for v in values]
 
 
-def forward_by(norm: Callable[..., Any], num_params: int, *, in_place: bool = False) -> Callable[..., Any]:
+def _forward_by(norm: Callable[..., Any], num_params: int, *, in_place: bool = False) -> Callable[..., Any]:
     """The forward on a norm whose first `num_params` arguments behind x are per channel, and no state."""
 
     def forward(x: Tensor, residual: Tensor | None, *args: Any) -> Any:
@@ -94,57 +68,120 @@ def forward_by(norm: Callable[..., Any], num_params: int, *, in_place: bool = Fa
         y, *others = out if isinstance(out, tuple) else (out,)
         if residual is not None:
             y = y.add_(residual) if in_place else y + residual
-        y = arranged((y.relu_() if in_place else y.relu()).to(x.dtype), x, args[4])
+        _, _, *running, batch_ndim = args[:5]
+        y = arranged((y.relu_() if in_place else y.relu()).to(x.dtype), x, batch_ndim)
         # Of running statistics that there are not, a stand-in has the dtype of x.
-        others[2:] = [unwanted(x) if old is None else new for old, new in zip(args[2:4], others[2:], strict=False)]
+        others[2:] = [unwanted(x) if old is None else new for old, new in zip(running, others[2:], strict=False)]
         return (y, *others) if others else y
 
     return forward
 
 
-def bwd_by(norm: Callable[..., Any]) -> Callable[..., Any]:
+def _bwd_by(norm: Callable[..., Any]) -> Callable[..., Any]:
     """The backward on that of a norm."""
 
     def bwd(y_bar: Tensor, y: Tensor, x: Tensor, *args: Any) -> Any:
-        *given, wanted = args
-        passed = through(y, y_bar)
-        out = norm(passed, x, *given, (wanted[0], *wanted[2:]))
-        residual_bar = arranged(passed.to(x.dtype), x, given[3]) if wanted[1] else unwanted(x)
+        *given, (want_x, want_residual, *want_params) = args
+        passed, batch_ndim = through(y, y_bar), given[3]
+        out = norm(passed, x, *given, (want_x, *want_params))
+        residual_bar = arranged(passed.to(x.dtype), x, batch_ndim) if want_residual else unwanted(x)
         return None if out is None else (out[0], residual_bar, *out[1:])
 
     return bwd
 
 
-def jvp_by(norm: Callable[..., Any]) -> Callable[..., Any]:
+def _jvp_by(norm: Callable[..., Any]) -> Callable[..., Any]:
     """The jvp on that of a norm."""
 
     def jvp(y: Tensor, x: Tensor, *args: Any) -> Any:
-        *first, x_dot, residual_dot = args[:5]
+        weight, mean, scale, x_dot, residual_dot, *param_dots, batch_ndim, eps = args
         y_dot = residual_dot
-        if any(dot is not None for dot in (x_dot, *args[5:-2])):
-            y_dot = norm(*_wide((x, *first, x_dot, *args[5:-2]), residual_dot), *args[-2:])
+        if any(dot is not None for dot in (x_dot, *param_dots)):
+            y_dot = norm(*_wide((x, weight, mean, scale, x_dot, *param_dots), residual_dot), batch_ndim, eps)
             if y_dot is None:
                 return None
             y_dot = y_dot if residual_dot is None else y_dot + residual_dot
-        return arranged(through(y, y_dot).to(x.dtype), x, args[-2])
+        return arranged(through(y, y_dot).to(x.dtype), x, batch_ndim)
 
     return jvp
 
 
-batch_norm_relu_p.def_reference(forward_by(batch_norm_p.rule("reference"), 2))
-batch_norm_relu_bwd_p.def_reference(bwd_by(batch_norm_bwd_p.rule("reference")))
-batch_norm_relu_jvp_p.def_reference(jvp_by(batch_norm_jvp_p.rule("reference")))
+def _with_relu(
+    norm: Primitive, bwd: Primitive, jvp: Primitive, kept: Sequence[str], cpu: ModuleType, launcher: str
+) -> tuple[Primitive, Primitive, Primitive, Primitive | None]:
+    """The operators of a norm with a residual and ReLU behind it; the last, of training alone, is value and tangent.
 
-_ON_CPU = forward_by(cpu.forward, 2, in_place=True)
-bind_kernels(batch_norm_relu_p, "batch_norm.batch_norm", "batch_norm_train_fwd", _ON_CPU, relu=True)
-bind_kernels(batch_norm_relu_bwd_p, "batch_norm.batch_norm", "batch_norm_train_bwd", bwd_by(cpu.bwd))
-bind_kernels(batch_norm_relu_jvp_p, "batch_norm.batch_norm", "batch_norm_train_jvp", jvp_by(cpu.jvp))
-bind_kernels(batch_norm_relu_fwd_jvp_p, "batch_norm.batch_norm", "batch_norm_train_fwd_jvp", relu=True)
+    Args:
+        norm: The value of the norm.
+        bwd: Its backward.
+        jvp: Its jvp.
+        kept: What these take beside cotangents and tangents.
+        cpu: Their kernels for the CPU.
+        launcher: What the names of their launchers in `triton_kernels.batch_norm` begin with.
+    """
+    name, is_training = norm.name.replace("batch_norm", "batch_norm_relu"), bool(norm.spec.state)
+    cached: dict[str, Any] = {"cached": kept[2:]} if is_training else {}
+    value = Primitive(
+        name,
+        norm.spec.schema.replace("Tensor x,", "Tensor x, Tensor? residual,"),
+        residuals=(*kept, "y"),
+        statistics=norm.spec.statistics,
+        state=norm.spec.state,
+        recomputable=True,
+    )
+    value_bwd = Primitive(
+        f"{name}_bwd",
+        bwd.spec.schema.replace("Tensor x,", "Tensor y, Tensor x,").replace("x_bar,", "x_bar, Tensor residual_bar,"),
+        residuals=("y_bar", "y", *kept) if is_training else (),
+        decomposable=True,
+        **cached,
+    )
+    value_jvp = Primitive(
+        f"{name}_jvp",
+        jvp.spec.schema.replace("Tensor x,", "Tensor y, Tensor x,").replace("x_dot,", "x_dot, Tensor? residual_dot,"),
+        residuals=("y", *kept, "x_dot", "weight_dot", "bias_dot") if is_training else (),
+        decomposable=True,
+        **cached,
+    )
+    both = value_and_jvp(value, value_jvp) if is_training else None
+    num_params = 2 if is_training else 4
+    value.def_reference(_forward_by(norm.rule("reference"), num_params))
+    value_bwd.def_reference(_bwd_by(bwd.rule("reference")))
+    value_jvp.def_reference(_jvp_by(jvp.rule("reference")))
+    on_cpu = _forward_by(cpu.forward, num_params, in_place=True)
+    bind_kernels(value, "batch_norm", f"{launcher}_fwd", on_cpu, relu=True)
+    bind_kernels(value_bwd, "batch_norm", f"{launcher}_bwd", _bwd_by(cpu.bwd))
+    bind_kernels(value_jvp, "batch_norm", f"{launcher}_jvp", _jvp_by(cpu.jvp))
+    first_order(value, value_bwd, value_jvp)
+    # The batch multiplies the channels.
+    batch_all(value_bwd, value_jvp, counter="batch_ndim")
+    if both is None:
+        batch_all(value, counter="batch_ndim")
+    else:
+        bind_kernels(both, "batch_norm", f"{launcher}_fwd_jvp", relu=True)
+        batch_state(value, both)
+    return value, value_bwd, value_jvp, both
 
 
-# Derivatives.
+batch_norm_relu_p, batch_norm_relu_bwd_p, batch_norm_relu_jvp_p, batch_norm_relu_fwd_jvp_p = _with_relu(
+    batch_norm_p,
+    batch_norm_bwd_p,
+    batch_norm_jvp_p,
+    ("x", "weight", "mean", "rstd"),
+    cpu_batch_norm,
+    "batch_norm_train",
+)
+batch_norm_relu_eval_p, *_ = _with_relu(
+    batch_norm_eval_p,
+    batch_norm_eval_bwd_p,
+    batch_norm_eval_jvp_p,
+    ("x", "weight", "running_mean", "running_var"),
+    cpu_batch_norm_eval,
+    "batch_norm_eval",
+)
 
-first_order(batch_norm_relu_p, batch_norm_relu_bwd_p, batch_norm_relu_jvp_p)
+
+# Second order of training: the norm's operators of m * y_bar.
 
 
 @batch_norm_relu_bwd_p.def_vjp
@@ -183,9 +220,3 @@ def _batch_norm_relu_jvp_vjp(residuals: Any, cotangents: Any, wanted: Any) -> di
         out = batch_norm_pairing_p(passed, r.x, r.weight, r.mean, r.rstd, *dots, *options)
         found |= compress(zip(names, out[1:], strict=True), mask)
     return found
-
-
-# Batching: the batch multiplies the channels.
-
-batch_state(batch_norm_relu_p, batch_norm_relu_fwd_jvp_p)
-batch_all(batch_norm_relu_bwd_p, batch_norm_relu_jvp_p, counter="batch_ndim")

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from itertools import compress
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from primitives._core import Primitive, value_and_jvp
-from primitives.ops.rules import first_order, of_wanted
+from primitives.ops.rules import first_order, second_order
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from torch import Tensor
 
@@ -101,35 +99,5 @@ def norm_map(value: Primitive, options: str, norm: Callable[..., Norm]) -> NormM
         return norm(x, *given).bwd_jvp(y_bar, weight, y_bar_dot, x_dot, weight_dot, wanted)
 
     first_order(value, ops.bwd, ops.jvp)
-    _second_order(ops, attrgetter(*[name for name in jvp.spec.arguments if name not in jvp.spec.tensors]))
+    second_order(ops.bwd, ops.jvp, ops.bwd_jvp, ops.pairing)
     return ops
-
-
-def _second_order(ops: NormMap, options: Callable[[Any], Sequence[Any]]) -> None:
-    """Rules of the first-order operators."""
-
-    @ops.bwd.def_vjp
-    def bwd_vjp(residuals: Any, cotangents: Any, wanted: Any) -> dict[str, Tensor]:
-        r, c, mask = residuals, cotangents, (wanted.y_bar, wanted.x, wanted.weight)
-        if not any(mask):
-            return {}
-        tangents = of_wanted((c.x_bar, c.weight_bar, c.bias_bar), r.wanted)
-        given = (r.y_bar, r.x, r.weight, r.mean, r.rstd, *tangents, *options(r))
-        return dict(
-            compress(zip(("y_bar", "x", "weight"), ops.pairing(*given, (*mask, *[False] * 3)), strict=False), mask)
-        )
-
-    @ops.jvp.def_vjp
-    def jvp_vjp(residuals: Any, cotangents: Any, wanted: Any) -> dict[str, Tensor]:
-        r, names = residuals, ("x", "weight", "x_dot", "weight_dot", "bias_dot")
-        mask = tuple([getattr(wanted, name) for name in names])
-        if not any(mask):
-            return {}
-        given = (cotangents.y_dot, r.x, r.weight, r.mean, r.rstd, r.x_dot, r.weight_dot, r.bias_dot, *options(r))
-        return dict(compress(zip(names, ops.pairing(*given, (False, *mask))[1:], strict=True), mask))
-
-    @ops.bwd.def_jvp
-    def bwd_tangents(residuals: Any, tangents: Any) -> tuple[Tensor | None, ...]:
-        # Where only a statistic has a tangent, which is none, the operator returns zeros.
-        r, t = residuals, tangents
-        return ops.bwd_jvp(r.y_bar, r.x, r.weight, r.mean, r.rstd, t.y_bar, t.x, t.weight, *options(r), r.wanted)
