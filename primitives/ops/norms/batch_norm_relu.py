@@ -117,7 +117,7 @@ def _with_relu(
         jvp: Its jvp.
         kept: What these take beside cotangents and tangents.
         cpu: Their kernels for the CPU.
-        launcher: What the names of their launchers in `triton_kernels.batch_norm` begin with.
+        launcher: What the names of their launchers in `triton_kernels.batch_norm.batch_norm` begin with.
     """
     name, is_training = norm.name.replace("batch_norm", "batch_norm_relu"), bool(norm.spec.state)
     cached: dict[str, Any] = {"cached": kept[2:]} if is_training else {}
@@ -149,16 +149,16 @@ def _with_relu(
     value_bwd.def_reference(_bwd_by(bwd.rule("reference")))
     value_jvp.def_reference(_jvp_by(jvp.rule("reference")))
     on_cpu = _forward_by(cpu.forward, num_params, in_place=True)
-    bind_kernels(value, "batch_norm", f"{launcher}_fwd", on_cpu, relu=True)
-    bind_kernels(value_bwd, "batch_norm", f"{launcher}_bwd", _bwd_by(cpu.bwd))
-    bind_kernels(value_jvp, "batch_norm", f"{launcher}_jvp", _jvp_by(cpu.jvp))
+    bind_kernels(value, "batch_norm.batch_norm", f"{launcher}_fwd", on_cpu, relu=True)
+    bind_kernels(value_bwd, "batch_norm.batch_norm", f"{launcher}_bwd", _bwd_by(cpu.bwd))
+    bind_kernels(value_jvp, "batch_norm.batch_norm", f"{launcher}_jvp", _jvp_by(cpu.jvp))
     first_order(value, value_bwd, value_jvp)
     # The batch multiplies the channels.
     batch_all(value_bwd, value_jvp, counter="batch_ndim")
     if both is None:
         batch_all(value, counter="batch_ndim")
     else:
-        bind_kernels(both, "batch_norm", f"{launcher}_fwd_jvp", relu=True)
+        bind_kernels(both, "batch_norm.batch_norm", f"{launcher}_fwd_jvp", relu=True)
         batch_state(value, both)
     return value, value_bwd, value_jvp, both
 
