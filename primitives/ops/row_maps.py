@@ -150,6 +150,6 @@ class RowMap:
                     y_bar=r.x_dot,
                     y_bar_dot=t.x_dot,
                     **{f"{self._kept}_dot": getattr(t, self._kept)},
-                    **dict.fromkeys(self._dtype, r.y.dtype),
+                    **({"x_dtype": r.y.dtype} if self._dtype else {}),
                 )
             )

@@ -142,14 +142,18 @@ def first_order(value: Primitive, bwd: Primitive, jvp: Primitive) -> None:
         return jvp(*first(residuals), *dots, *last(residuals))
 
 
-def called(op: Primitive, residuals: Any, wanted: Sequence[bool] | None = None, **given: Any) -> Any:
-    """`op` of what is given by name, else of residuals; what neither has is absent."""
+def called(op: Callable[..., Any], residuals: Any, wanted: Sequence[bool] | None = None, **given: Any) -> Any:
+    """A primitive of what is given by name, else of residuals; what neither has is absent. Functions get all three."""
+    if not isinstance(op, Primitive):
+        return op(residuals, wanted, given)
     names = op.spec.arguments if wanted is None else op.spec.arguments[:-1]
     args = [given[name] if name in given else getattr(residuals, name, None) for name in names]
     return op(*args) if wanted is None else op(*args, wanted)
 
 
-def second_order(bwd: Primitive, jvp: Primitive, bwd_jvp: Primitive | None, pairing: Primitive | None = None) -> None:
+def second_order(
+    bwd: Primitive, jvp: Primitive, bwd_jvp: Callable[..., Any] | None, pairing: Primitive | None = None
+) -> None:
     """Give the first-order operators of a function their rules.
 
     Both are partial derivatives of one scalar, the pairing L of cotangents with tangents of the results:
@@ -162,7 +166,8 @@ def second_order(bwd: Primitive, jvp: Primitive, bwd_jvp: Primitive | None, pair
     Args:
         bwd: The backward.
         jvp: The jvp.
-        bwd_jvp: The tangents of the results of `bwd`; None where you give `bwd` its jvp rule.
+        bwd_jvp: The tangents of the results of `bwd`: a primitive, or `(residuals, wanted, given) -> results`, where
+            what is given, by name, comes before residuals. None where you give `bwd` its jvp rule.
         pairing: All derivatives of L, where one operator makes them; without it the three others do.
     """
     bars = [name for name in bwd.spec.arguments if name.endswith("_bar")]
@@ -173,12 +178,12 @@ def second_order(bwd: Primitive, jvp: Primitive, bwd_jvp: Primitive | None, pair
     of_pairing = ["y" if name == "output" else name for name in of_pairing]
 
     def gradient(residuals: Any, wanted: Any, given: dict[str, Any]) -> dict[str, Tensor]:
-        def asked(op: Primitive, names: Sequence[str], *, takes_mask: bool = True) -> dict[str, Tensor]:
+        def asked(op: Callable[..., Any], names: Sequence[str], *, takes_mask: bool = True) -> dict[str, Tensor]:
             mask = tuple([getattr(wanted, name, False) for name in names])
             if not any(mask):
                 return {}
             out = called(op, residuals, mask if takes_mask else None, **given)
-            return dict(compress(zip(names, out, strict=True), mask))
+            return dict(compress(zip(names, out if isinstance(out, tuple) else (out,), strict=True), mask))
 
         if pairing is not None:
             return asked(pairing, of_pairing)

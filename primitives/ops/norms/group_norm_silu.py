@@ -20,7 +20,6 @@ y_bar is y_dot. Shapes are those of `layer_norm.py`.
 from __future__ import annotations
 
 import functools
-from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,7 +34,7 @@ from primitives.ops.rules import (
     bind_kernels,
     cast_to_float32,
     first_order,
-    of_wanted,
+    second_order,
     unwanted,
 )
 
@@ -154,58 +153,28 @@ bind_kernels(group_norm_silu_fwd_jvp_p, "norms.layer_norm", "layer_norm_fwd_jvp"
 first_order(group_norm_silu_p, group_norm_silu_bwd_p, group_norm_silu_jvp_p)
 
 
-def _moved(r: Any, y_bar: Tensor, y_bar_dot: Tensor | None, dots: Sequence[Tensor | None], wanted: Any) -> Any:
-    """Tangents of the cotangents of x, weight and bias along `dots` of these, and `y_bar_dot`.
+def _bwd_jvp(residuals: Any, wanted: Sequence[bool], given: dict[str, Any]) -> tuple[Tensor, ...]:
+    """Tangents of the cotangents of x, weight and bias, along those given.
 
     In the dtype of sums: rounded in between, sums of many would be off by more than a rounding.
     """
-    (x, weight, bias, *param_dots), options = _wide(r.x, r.weight, r.bias, *dots[1:]), (_NORM_NDIM, r.batch_ndim, r.eps)
+    r, y_bar, options = residuals, given.get("y_bar"), (_NORM_NDIM, residuals.batch_ndim, residuals.eps)
+    y_bar_dot, x_dot, *param_dots = (given.get(f"{name}_dot") for name in ("y_bar", "x", "weight", "bias"))
+    x, weight, bias, *param_dots = _wide(r.x, r.weight, r.bias, *param_dots)
+    y_bar = r.y_bar if y_bar is None else y_bar
     a, b = _slopes(layer_norm_p(x, weight, bias, *options, True, False, r.grouped)[0])
     terms = [] if y_bar_dot is None else [a * y_bar_dot]
-    if any(dot is not None for dot in dots):
-        z_dot = layer_norm_jvp_p(x, weight, r.mean, r.rstd, dots[0], *param_dots, *options, True, r.grouped)
+    if any(dot is not None for dot in (x_dot, *param_dots)):
+        z_dot = layer_norm_jvp_p(x, weight, r.mean, r.rstd, x_dot, *param_dots, *options, True, r.grouped)
         terms.append(b * y_bar * z_dot)
     z_bar_dot = sum(terms[1:], terms[0]) if terms else None
-    given = (a * y_bar, x, weight, r.mean, r.rstd, z_bar_dot, dots[0], param_dots[0])
-    x_bar_dot, *param_bars_dot = layer_norm_bwd_jvp_p(*given, *options, True, r.grouped, wanted)
+    of_norm = (a * y_bar, x, weight, r.mean, r.rstd, z_bar_dot, x_dot, param_dots[0])
+    x_bar_dot, *param_bars_dot = layer_norm_bwd_jvp_p(*of_norm, *options, True, r.grouped, wanted)
     dtype = x.dtype if r.weight is None else r.weight.dtype
     return x_bar_dot.to(r.x.dtype), *[bar.to(dtype) for bar in param_bars_dot]
 
 
-@group_norm_silu_bwd_p.def_vjp
-def _group_norm_silu_bwd_vjp(residuals: Any, cotangents: Any, wanted: Any) -> dict[str, Tensor]:
-    r, c, mask = residuals, cotangents, (wanted.x, wanted.weight, wanted.bias)
-    dots = of_wanted((c.x_bar, c.weight_bar, c.bias_bar), r.wanted)
-    if not any(dot is not None for dot in dots):
-        return {}
-    bars = {}
-    if wanted.y_bar:
-        bars["y_bar"] = group_norm_silu_jvp_p(
-            r.x, r.weight, r.bias, r.mean, r.rstd, *dots, r.batch_ndim, r.eps, r.grouped
-        )
-    if any(mask):
-        bars |= compress(zip(("x", "weight", "bias"), _moved(r, r.y_bar, None, dots, mask), strict=True), mask)
-    return bars
-
-
-@group_norm_silu_jvp_p.def_vjp
-def _group_norm_silu_jvp_vjp(residuals: Any, cotangents: Any, wanted: Any) -> dict[str, Tensor]:
-    r, y_bar, bars = residuals, cotangents.y_dot, {}
-    mask, dots_mask = (wanted.x, wanted.weight, wanted.bias), (wanted.x_dot, wanted.weight_dot, wanted.bias_dot)
-    if any(mask):
-        out = _moved(r, y_bar, None, (r.x_dot, r.weight_dot, r.bias_dot), mask)
-        bars |= compress(zip(("x", "weight", "bias"), out, strict=True), mask)
-    if any(dots_mask):
-        options = (r.batch_ndim, r.eps, r.grouped, dots_mask)
-        out = group_norm_silu_bwd_p(y_bar, r.x, r.weight, r.bias, r.mean, r.rstd, *options)
-        bars |= compress(zip(("x_dot", "weight_dot", "bias_dot"), out, strict=True), dots_mask)
-    return bars
-
-
-@group_norm_silu_bwd_p.def_jvp
-def _group_norm_silu_bwd_jvp(residuals: Any, tangents: Any) -> tuple[Tensor, ...]:
-    r, t = residuals, tangents
-    return _moved(r, r.y_bar, t.y_bar, (t.x, t.weight, t.bias), r.wanted)
+second_order(group_norm_silu_bwd_p, group_norm_silu_jvp_p, _bwd_jvp)
 
 
 batch_rows(group_norm_silu_p, group_norm_silu_bwd_p, group_norm_silu_jvp_p, group_norm_silu_fwd_jvp_p)
