@@ -143,12 +143,18 @@ def first_order(value: Primitive, bwd: Primitive, jvp: Primitive) -> None:
 
 
 def called(op: Callable[..., Any], residuals: Any, wanted: Sequence[bool] | None = None, **given: Any) -> Any:
-    """A primitive of what is given by name, else of residuals; what neither has is absent. Functions get all three."""
+    """A primitive of what is given by name, else of residuals; what neither has is absent.
+
+    A function gets `wanted`, and a function from names to these values.
+    """
+
+    def value(name: str) -> Any:
+        return given[name] if name in given else getattr(residuals, name, None)
+
     if not isinstance(op, Primitive):
-        return op(residuals, wanted, given)
-    names = op.spec.arguments if wanted is None else op.spec.arguments[:-1]
-    args = [given[name] if name in given else getattr(residuals, name, None) for name in names]
-    return op(*args) if wanted is None else op(*args, wanted)
+        return op(wanted, value)
+    args = [value(name) for name in op.spec.arguments]
+    return op(*args) if wanted is None else op(*args[:-1], wanted)
 
 
 def second_order(
@@ -166,8 +172,8 @@ def second_order(
     Args:
         bwd: The backward.
         jvp: The jvp.
-        bwd_jvp: The tangents of the results of `bwd`: a primitive, or `(residuals, wanted, given) -> results`, where
-            what is given, by name, comes before residuals. None where you give `bwd` its jvp rule.
+        bwd_jvp: The tangents of the results of `bwd`: a primitive, or a function as `called` takes it.
+            None where you give `bwd` its jvp rule.
         pairing: All derivatives of L, where one operator makes them; without it the three others do.
     """
     bars = [name for name in bwd.spec.arguments if name.endswith("_bar")]

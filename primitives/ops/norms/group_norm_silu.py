@@ -39,7 +39,7 @@ from primitives.ops.rules import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -153,25 +153,25 @@ bind_kernels(group_norm_silu_fwd_jvp_p, "norms.layer_norm", "layer_norm_fwd_jvp"
 first_order(group_norm_silu_p, group_norm_silu_bwd_p, group_norm_silu_jvp_p)
 
 
-def _bwd_jvp(residuals: Any, wanted: Sequence[bool], given: dict[str, Any]) -> tuple[Tensor, ...]:
-    """Tangents of the cotangents of x, weight and bias, along those given.
+def _bwd_jvp(wanted: Sequence[bool], value: Callable[[str], Any]) -> tuple[Tensor, ...]:
+    """Tangents of the cotangents of x, weight and bias.
 
     In the dtype of sums: rounded in between, sums of many would be off by more than a rounding.
     """
-    r, y_bar, options = residuals, given.get("y_bar"), (_NORM_NDIM, residuals.batch_ndim, residuals.eps)
-    y_bar_dot, x_dot, *param_dots = (given.get(f"{name}_dot") for name in ("y_bar", "x", "weight", "bias"))
-    x, weight, bias, *param_dots = _wide(r.x, r.weight, r.bias, *param_dots)
-    y_bar = r.y_bar if y_bar is None else y_bar
-    a, b = _slopes(layer_norm_p(x, weight, bias, *options, True, False, r.grouped)[0])
+    given = [value(name) for name in ("x", "weight", "bias", "x_dot", "weight_dot", "bias_dot")]
+    x, weight, bias, _, *param_dots = _wide(*given)
+    y_bar, y_bar_dot, x_dot, mean, rstd = (value(name) for name in ("y_bar", "y_bar_dot", "x_dot", "mean", "rstd"))
+    options, grouped = (_NORM_NDIM, value("batch_ndim"), value("eps"), True), value("grouped")
+    a, b = _slopes(layer_norm_p(x, weight, bias, *options, False, grouped)[0])
     terms = [] if y_bar_dot is None else [a * y_bar_dot]
     if any(dot is not None for dot in (x_dot, *param_dots)):
-        z_dot = layer_norm_jvp_p(x, weight, r.mean, r.rstd, x_dot, *param_dots, *options, True, r.grouped)
+        z_dot = layer_norm_jvp_p(x, weight, mean, rstd, x_dot, *param_dots, *options, grouped)
         terms.append(b * y_bar * z_dot)
     z_bar_dot = sum(terms[1:], terms[0]) if terms else None
-    of_norm = (a * y_bar, x, weight, r.mean, r.rstd, z_bar_dot, x_dot, param_dots[0])
-    x_bar_dot, *param_bars_dot = layer_norm_bwd_jvp_p(*of_norm, *options, True, r.grouped, wanted)
-    dtype = x.dtype if r.weight is None else r.weight.dtype
-    return x_bar_dot.to(r.x.dtype), *[bar.to(dtype) for bar in param_bars_dot]
+    of_norm = (a * y_bar, x, weight, mean, rstd, z_bar_dot, x_dot, param_dots[0])
+    x_bar_dot, *param_bars_dot = layer_norm_bwd_jvp_p(*of_norm, *options, grouped, wanted)
+    dtype = x.dtype if weight is None else given[1].dtype
+    return x_bar_dot.to(given[0].dtype), *[bar.to(dtype) for bar in param_bars_dot]
 
 
 second_order(group_norm_silu_bwd_p, group_norm_silu_jvp_p, _bwd_jvp)
