@@ -31,6 +31,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Show a worker the one GPU that it owns, before torch looks for GPUs; the controller gives it."""
     os.environ.update(KEEP_FREED_MEMORY)
     if (worker := getattr(config, "workerinput", None)) is None:
+        _providers(config)
         config.pluginmanager.register(Collector(config))
     elif "gpu" in worker:
         os.environ["CUDA_VISIBLE_DEVICES"] = worker["gpu"]
@@ -120,13 +121,18 @@ def device(pytestconfig: pytest.Config) -> torch.device:
 
 @pytest.fixture(scope="session")
 def providers(pytestconfig: pytest.Config) -> list[str]:
-    """Who is measured: by default all but who tunes for long, and on a CPU no compiler."""
+    """Who is measured."""
+    return _providers(pytestconfig)
+
+
+def _providers(config: pytest.Config) -> list[str]:
+    """By default all but who tunes for long, and on a CPU no compiler."""
     from perf import workloads as w
 
-    if pytestconfig.option.providers:
-        names = pytestconfig.option.providers.split(",")
+    if config.option.providers:
+        names = config.option.providers.split(",")
         if unknown := set(names) - set(w.PROVIDERS):
-            raise pytest.UsageError(f"--providers: {', '.join(unknown)} are not among {', '.join(w.PROVIDERS)}.")
+            raise pytest.UsageError(f"--providers: {', '.join(unknown)} must be among {', '.join(w.PROVIDERS)}.")
         return names
-    is_gpu = _device(pytestconfig) == "cuda"
+    is_gpu = _device(config) == "cuda"
     return [name for name in w.PROVIDERS if name != w.TUNED] if is_gpu else [w.OURS, w.EAGER, w.MATH]

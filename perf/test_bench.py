@@ -6,6 +6,7 @@ time; the others take turns, so that a clock that drifts favors none. `perf/conf
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import importlib
@@ -31,7 +32,7 @@ from perf.steps import TOLERANCES, Sample, errors, leaves, make_sample, make_ste
 from perf.workloads import COMPILED, EAGER, FLEX, LIBRARIES, ONLY_OP, OURS, SDPA_BACKENDS, TUNED
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from torch import Tensor, nn
 
@@ -115,8 +116,12 @@ def measure(
     if copied_bytes:
         source, target = (torch.ones(copied_bytes // 8, device=device) for _ in range(2))
         steps[COPY] = lambda: target.copy_(source)
-    taken = _samples({name: samplers(step, device) for name, step in steps.items()})
-    for name in steps.keys() - {COPY}:
+    timers = {}
+    for name, step in steps.items():
+        with _laid_at(rows.get(name, {})):
+            timers[name] = samplers(step, device)
+    taken = _samples(timers)
+    for name in taken.keys() - {COPY}:
         rows[name].update({kind: _spread(found) for kind, found in taken[name].items()}, status="ok", message="")
         us = {other: [*kinds.values()][-1] for other, kinds in taken.items()}
         if name != EAGER and EAGER in us:
@@ -129,16 +134,22 @@ def measure(
             rows[name]["tflops"] = flops / median * 1e-6
 
 
+@contextlib.contextmanager
+def _laid_at(row: Row) -> Iterator[None]:
+    """Whatever a peer raises says what it cannot do."""
+    try:
+        yield
+    except Exception as error:
+        row.update(status="cannot", message=f"{type(error).__name__}: {error}".strip().split("\n")[0][:300])
+
+
 def _right(rows: Mapping[str, Row], make: Callable[[str], Step], judge: Function) -> dict[str, Step]:
     """The steps whose results are right."""
     steps, results = {}, {}
     for name, row in rows.items():
-        try:
+        with _laid_at(row):
             steps[name] = make(name)
             results[name] = steps[name]()
-        # Whatever a peer raises says what it cannot do.
-        except Exception as error:
-            row.update(status="cannot", message=f"{type(error).__name__}: {error}".strip().split("\n")[0][:300])
     right = {}
     for name, error in judge(results).items():
         rows[name]["error"] = error if math.isfinite(error) else None
