@@ -93,6 +93,12 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("primitives._repair.plain._DTYPES", ())
 
 
+@pytest.fixture(autouse=True)
+def torch_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No node is repaired that an earlier test recorded: after an `undo`, all of them are."""
+    monkeypatch.setattr("primitives._repair.nodes._Recorded.until", 0)
+
+
 @pytest.fixture
 def seeded() -> None:
     """Random numbers that are the same in every run."""

@@ -1,16 +1,22 @@
 """Plain code under `repair_torch`: values and first gradients are torch's, bit for bit."""
 
+import contextlib
 import copy
 import itertools
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch.autograd import forward_ad
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.common_modules import module_db
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import primitives as pr
+from primitives._audit.nestings import nested, perturbed_sum
 from primitives._repair.kernels import repairs
+from tests.support import randn
 
 
 def _results(function, tensors):
@@ -31,7 +37,9 @@ def _same(left, right):
     if isinstance(left, type) or isinstance(right, type):
         return left == right
     return len(left) == len(right) and all(
-        a.shape == b.shape and a.stride() == b.stride() and torch.equal(a.nan_to_num(), b.nan_to_num())
+        a.shape == b.shape
+        and (a.layout is not torch.strided or a.stride() == b.stride())
+        and torch.equal(a.nan_to_num(), b.nan_to_num())
         for a, b in zip(left, right, strict=True)
     )
 
@@ -92,3 +100,85 @@ def test_modules_of_torch_are_the_same_in_plain_code(info):
         expected = results(module)
         with pr.repair_torch():
             assert _same(results(twin), expected)
+
+
+WAITING = [name for name, repair in repairs().items() if repair.waits and "CPU" in repair.devices]
+
+
+def _is_registered(name):
+    dump = torch._C._dispatch_dump(name).splitlines()
+    return any(line.startswith("AutogradCPU: registered at") and "primitives" in line for line in dump)
+
+
+class _Seen(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.add(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def test_plain_code_meets_no_kernel_of_ours_for_operators_that_wait():
+    # As a process finds it that has taken no transform.
+    pr.repair_torch().undo()
+    switch, x = pr.repair_torch(), torch.randn(4, 3, requires_grad=True)
+    F.cross_entropy(F.batch_norm(F.layer_norm(x, (3,)), None, None, training=True), torch.arange(4) % 3).backward()
+    assert not any(map(_is_registered, WAITING))
+    with forward_ad.dual_level():
+        forward_ad.make_dual(x, x)
+    assert all(map(_is_registered, WAITING))
+    switch.undo()
+    with forward_ad.dual_level(), pr.repair_torch():
+        assert all(map(_is_registered, WAITING)), "a tangent may be there already"
+
+
+# Torch's own, of what is deprecated or slow.
+@pytest.mark.filterwarnings("ignore")
+def test_each_function_that_calls_an_operator_that_waits_has_its_kernel_in_a_transform():
+    torch.manual_seed(0)
+    reached = set()
+    for op in filter(_is_near, op_db):
+        for sample in itertools.islice(op.sample_inputs("cpu", torch.float32, requires_grad=True), 12):
+            with contextlib.suppress(RuntimeError), _Seen() as seen:
+                tree_leaves(op(sample.input, *sample.args, **sample.kwargs))[0].sum().backward()
+            if not seen.names & set(WAITING):
+                continue
+            pr.repair_torch().undo()
+
+            def call(x, op=op, sample=sample):
+                return tree_leaves(op(x, *sample.args, **sample.kwargs))[0].sum()
+
+            with pr.repair_torch(), contextlib.suppress(RuntimeError):
+                torch.func.grad(call)(sample.input.detach())
+            assert _is_registered("aten::native_layer_norm"), op.name
+            reached |= seen.names & set(WAITING)
+            break
+    assert len(reached) > 6, reached
+
+
+def test_third_derivatives_find_the_eps_that_torch_does_not_hand_on():
+    scale = torch.logspace(-4, 4, 5, dtype=torch.float64)[:, None]
+    x, v = randn(5, 6) * scale, randn(5, 6) * scale
+
+    def f(x):
+        return perturbed_sum([F.layer_norm(x, (6,), eps=1e-5)])
+
+    def by_autograd(x):
+        h = f(x.requires_grad_())
+        for _ in range(3):
+            (gradient,) = torch.autograd.grad(h, x, create_graph=True)
+            h = (gradient * v.to(x.dtype)).sum()
+        return torch.autograd.grad(h, x)[0]
+
+    with pr.repair_torch():
+        truth = torch.func.grad(nested(f, [v], "rrr"))(x)
+        torch.testing.assert_close(
+            by_autograd(x.clone()) / truth.norm(dim=1, keepdim=True), truth / truth.norm(dim=1, keepdim=True)
+        )
+        error = (by_autograd(x.float()) - truth).norm(dim=1) / truth.norm(dim=1)
+        known = (torch.func.grad(nested(f, [v.float()], "rrr"))(x.float()) - truth).norm(dim=1) / truth.norm(dim=1)
+        assert (error < 4 * known.max()).all(), (error, known)
+        x[1, 2] = torch.nan
+        assert by_autograd(x).isnan().any(1).tolist() == [False, True, False, False, False]

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch._ops import OpOverload
 
-__all__ = ["FAST_PATH_CPU", "FastPathTensors", "are_plain", "are_unwatched", "fast_path_keys", "state_of_new_threads"]
+__all__ = ["FAST_PATH_CPU", "PLAIN_TYPES", "FastPathTensors", "are_unwatched", "fast_path_keys", "state_of_new_threads"]
 
 # The state of a plain eager call: nothing that changes where calls go, and these keys on its tensors.
 _INCLUDED, _EXCLUDED = _C._dispatch_tls_local_include_set, _C._dispatch_tls_local_exclude_set
@@ -40,9 +40,9 @@ def state_of_new_threads() -> tuple[int, int]:
 
 
 _PLAIN_INCLUDED, _PLAIN_EXCLUDED = state_of_new_threads()
-_PLAIN_TYPES = frozenset([torch.Tensor, torch.nn.Parameter])
+PLAIN_TYPES = frozenset([torch.Tensor, torch.nn.Parameter])
 _TYPES_BY_KIND = {
-    "Tensor": _PLAIN_TYPES,
+    "Tensor": PLAIN_TYPES,
     "int": frozenset([int]),
     "float": frozenset([float]),
     "bool": frozenset([bool]),
@@ -83,7 +83,7 @@ def fast_path_keys(tensors: Sequence[Tensor]) -> Any:
         return None
     first = 0
     for x in tensors:
-        if type(x) not in _PLAIN_TYPES:
+        if type(x) not in PLAIN_TYPES:
             return None
         found = _keys(x).raw_repr()
         if first and found != first:
@@ -97,15 +97,10 @@ def are_unwatched(tensors: Sequence[Tensor]) -> bool:
 
     Less than `fast_path_keys` asks, in a tenth of its time: a profiler and autocast see what ATen does.
     """
-    return not _num_function_modes() and are_plain(tensors)
-
-
-def are_plain(tensors: Sequence[Tensor]) -> bool:
-    """The same, but for functions of torch that stand for ours: modes that see functions see them too."""
-    if _functorch.peek_interpreter_stack() is not None or _num_dispatch_modes():
+    if _num_function_modes() or _functorch.peek_interpreter_stack() is not None or _num_dispatch_modes():
         return False
     for x in tensors:  # noqa: SIM110 - a generator costs more than the questions
-        if type(x) not in _PLAIN_TYPES:
+        if type(x) not in PLAIN_TYPES:
             return False
     return True
 
@@ -129,7 +124,7 @@ class FastPathTensors(dict[tuple[type, ...], "Callable[[Sequence[Any]], Sequence
             return _no_tensors
         if any(found not in _types_of(kind) for found, kind in zip(types, kinds, strict=True)):
             return _no_tensors
-        self[types] = tuple_getter([i for i, found in enumerate(types) if found in _PLAIN_TYPES])
+        self[types] = tuple_getter([i for i, found in enumerate(types) if found in PLAIN_TYPES])
         return self[types]
 
 

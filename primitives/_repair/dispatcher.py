@@ -37,7 +37,7 @@ def _others(name: str) -> set[str]:
 
 
 class Registrations:
-    """Kernels on the Autograd keys of operators, as long as this has not been taken back."""
+    """Kernels of operators, as long as this has not been taken back."""
 
     def __init__(self) -> None:
         self._libraries: list[torch.library.Library] = []
@@ -48,7 +48,7 @@ class Registrations:
         return bool(self._libraries)
 
     def add(self, kernels: Iterable[tuple[str, str, Callable[[Callable[..., Any]], Callable[..., Any]]]]) -> None:
-        """Register kernels, each as the name of an operator, a device, and a function of torch's own kernel.
+        """Register kernels, each as the name of an operator, a dispatch key, and a function of torch's own kernel.
 
         Raises:
             BackendError: If this torch does not hand out its own kernels.
@@ -62,8 +62,7 @@ class Registrations:
         with warnings.catch_warnings():
             # Torch's own, where another package has a kernel: `warn_of_others` names it.
             warnings.simplefilter("ignore")
-            for name, device, make in kernels:
-                key = f"Autograd{device}"
+            for name, key, make in kernels:
                 kernel = run_as_written(make(torch.library.get_kernel(name, key).call_boxed))
                 space, _, operator = name.partition("::")
                 libraries[space].impl(operator, kernel, key, with_keyset=True, allow_override=True)

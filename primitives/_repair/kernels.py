@@ -3,7 +3,7 @@
 In plain code torch's own kernel runs and torch's node is recorded. Inside a transform, and where an argument has a
 tangent, the formula of the operator runs, and is differentiated. Where torch has reverse mode wrong too, a backward
 pass that is itself recorded takes the formula: by the repaired backward operator of the node where there is one, else
-by an autograd function around torch's node.
+by a hook of the node.
 """
 
 from __future__ import annotations
@@ -19,24 +19,34 @@ from torch.utils._pytree import tree_map_only
 
 from primitives._audit.table import is_tabled, verdicts_of
 from primitives._core import backend
-from primitives._core.autograd import function_class
 from primitives._core.decomposition import decomposition_table, decomposition_table_for_jvp
 from primitives._repair.dispatcher import NAMESPACES, has_kernel
 from primitives._repair.fused import FUSED, ON_CUDA_ALONE
-from primitives._repair.nodes import MARK, backward_name, backward_operators
+from primitives._repair.nodes import backward_name, backward_operators
 from primitives._repair.state import carries_tangent, is_active, is_repairing, process, repairing, this_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from torch import Tensor
     from torch._ops import OpOverload
 
-__all__ = ["Repair", "forward_kernel", "inplace_kernel", "inplace_name", "repairs"]
+__all__ = ["SIGNS", "Repair", "forward_kernel", "inplace_kernel", "inplace_name", "repairs"]
 
+_BATCH_NORMS = ("batch_norm", "instance_norm", "_batch_norm_impl_index")
+SIGNS = ("layer_norm", "group_norm", *_BATCH_NORMS, "scaled_dot_product_attention")
+"""Operators of torch that call one that waits: a transform of `torch.func` meets these first."""
 
 # The half of the factor that they do not read has a gradient in torch, where it is not zero.
 _WRONG_AT_ONCE = (torch.ops.aten.cholesky_solve.default, torch.ops.aten.cholesky_inverse.default)
+# That of `_embedding_bag`, which depends on it where it is saved alone.
+_NOT_ALWAYS_SAVED = ("weight",)
+
+
+class _Saved(str):
+    """Name of the attribute under which a node has an argument that it saves."""
+
+    __slots__ = ()
+
 
 # Formulas with products of matrices, which autocast rounds where they are differentiated, but for those in float64.
 _OF_MATRICES = (
@@ -73,7 +83,8 @@ class Repair:
         reverse: Who differentiates a backward pass that is recorded: `"torch"`, which has it right, `"node"`, the
             backward operator of its node, or `"formula"`.
         is_wrong_at_once: Whether torch's first gradient can be wrong too.
-        eps_at: Place of eps among the arguments, where a node keeps it.
+        waits: Whether its kernel on the CPU is registered when the first transform or tangent comes, and plain code
+            costs nothing until then.
     """
 
     def __init__(self, operator: OpOverload) -> None:
@@ -85,12 +96,11 @@ class Repair:
             table[operator] for table in (FUSED, decomposition_table_for_jvp, decomposition_table) if operator in table
         ]
         self._multiplies = operator._opname.removeprefix("_").startswith(_OF_MATRICES)
-        names = [argument.name for argument in operator._schema.arguments]
-        self.eps_at: int | None = names.index("eps") if "eps" in names else None
         self.is_wrong_at_once = operator in _WRONG_AT_ONCE
         self.reverse = "formula" if self.is_wrong_at_once else "torch"
         if any(set(nesting) == {"r"} for nesting in verdicts_of(operator).beyond(1)):
             self.reverse = "node" if backward_name(operator) in backward_operators() else "formula"
+        self.waits = operator in FUSED or self.reverse == "node" or "_backward" in operator._opname
 
     def formula(self, *args: Any, **kwargs: Any) -> Any:
         """The outputs, or `NotImplemented` where no formula takes the arguments."""
@@ -155,7 +165,7 @@ def inplace_kernel(repair: Repair, own: Callable[..., Any]) -> Callable[..., Any
     def kernel(keyset: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
         if not is_active() or is_repairing(repair.name):
             return own(keyset, x, *args, **kwargs)
-        is_recorded = repair.reverse != "torch" and torch.is_grad_enabled() and _C._any_requires_grad(x, *args)
+        is_recorded = repair.reverse == "formula" and torch.is_grad_enabled() and _C._any_requires_grad(x, *args)
         if peek() is None and not is_recorded and not carries_tangent((x, *args), kwargs):
             return own(keyset, x, *args, **kwargs)
         return x.copy_(repair.operator(x.clone(), *args, **kwargs))
@@ -164,61 +174,33 @@ def inplace_kernel(repair: Repair, own: Callable[..., Any]) -> Callable[..., Any
 
 
 def _in_plain_code(own: Callable[..., Any], repair: Repair) -> Callable[..., Any]:
-    """Torch's own kernel, and what a recorded backward pass needs."""
-    if repair.reverse == "torch":
+    """Torch's own kernel; its node gets a hook where the formula has to differentiate its backward pass."""
+    if repair.reverse != "formula":
         return own
-    if repair.reverse == "formula":
-        return _recorded_by(own, repair)
-    eps_at, returns_several = repair.eps_at, len(repair.operator._schema.returns) > 1
-
-    def marked(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        outputs = own(keyset, *args, **kwargs)
-        node = (outputs[0] if returns_several else outputs).grad_fn
-        if node is not None:
-            node.metadata[MARK] = None if eps_at is None else args[eps_at]
-        return outputs
-
-    return marked
-
-
-def _recorded_by(own: Callable[..., Any], repair: Repair) -> Callable[..., Any]:
-    num_modes = _C._len_torch_dispatch_stack
+    arguments = [argument.name for argument in repair.operator._schema.arguments]
 
     def recorded(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        if not (torch.is_grad_enabled() and _C._any_requires_grad(*args, *kwargs.values())):
-            return own(keyset, *args, **kwargs)
-        # No operator of this kind takes a list of tensors.
-        values, count, names = [*args, *kwargs.values()], len(args), tuple(kwargs)
-        places = [i for i, value in enumerate(values) if isinstance(value, torch.Tensor)]
-
-        # It holds no tensor: what a backward pass reads is saved as torch saves it.
-        def call(function: Callable[..., Any], tensors: Sequence[Any]) -> list[Any]:
-            given = list(values)
-            for i, x in zip(places, tensors, strict=True):
-                given[i] = x
-            outputs = function(*given[:count], **dict(zip(names, given[count:], strict=True)))
-            return [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
-
-        tensors = [values[i] for i in places]
-        if num_modes() > 0:
-            # A graph is to hold torch's operator as it is.
-            outputs = own(keyset, *args, **kwargs)
-            node = (outputs if isinstance(outputs, torch.Tensor) else outputs[0]).grad_fn
-            if node is not None:
-                node.register_hook(functools.partial(_replaced, call, repair, tensors, _places_of_edges(node, tensors)))
+        outputs = own(keyset, *args, **kwargs)
+        node = (outputs if isinstance(outputs, torch.Tensor) else outputs[0]).grad_fn
+        if node is None:
             return outputs
-        for i in places:
-            values[i] = None
-        by_torch = lambda *a, **k: own(keyset, *a, **k)  # noqa: E731 - one of two functions of the same arguments
-        outputs = _Repaired.apply((call, by_torch, repair), *tensors)
-        return outputs[0] if len(outputs) == 1 else outputs
+        values, names, places = [*args, *kwargs.values()], [*arguments[: len(args)], *kwargs], None
+        if repair.is_wrong_at_once:
+            places = _places_of_edges(node, values)
+        else:
+            # The hook holds no tensor that the node saves itself.
+            for i, name in enumerate(names):
+                if isinstance(values[i], torch.Tensor) and name not in _NOT_ALWAYS_SAVED:
+                    values[i] = _Saved(f"_saved_{name}")
+        node.register_hook(functools.partial(_replaced, repair, values, names, len(args), places))
+        return outputs
 
     return recorded
 
 
-def _places_of_edges(node: Any, tensors: Sequence[Tensor]) -> list[int | None]:
-    """For each gradient that a node returns, which of the tensors has it."""
-    free = {i: torch.autograd.graph.get_gradient_edge(x) for i, x in enumerate(tensors) if x.requires_grad}
+def _places_of_edges(node: Any, values: Sequence[Any]) -> list[int | None]:
+    """For each gradient that a node returns, the place of the argument that has it."""
+    free = {i: torch.autograd.graph.get_gradient_edge(x) for i, x in enumerate(values) if _is_free(x)}
     places = []
     for edge in node.next_functions:
         place = next((i for i, own in free.items() if (own.node, own.output_nr) == edge), None)
@@ -229,61 +211,38 @@ def _places_of_edges(node: Any, tensors: Sequence[Tensor]) -> list[int | None]:
 
 
 def _replaced(
-    call: Any, repair: Repair, tensors: Sequence[Tensor], places: Sequence[int | None], _found: Any, cotangents: Any
+    repair: Repair, values: list[Any], names: list[str], count: int, places: Any, _found: Any, cotangents: Any
 ) -> tuple[Any, ...] | None:
-    """The gradients that torch's node returns, by the formula, where a tracer sees a backward pass that is recorded."""
+    """The gradients that a node returns, by the formula, where the backward pass is recorded or torch's are wrong."""
     is_recorded = torch.is_grad_enabled()
     if not (is_recorded or repair.is_wrong_at_once):
         return None
-    gradients = _by_formula(call, repair, tensors, cotangents, is_recorded=is_recorded)
+    node = _C._current_autograd_node()
+    values = [getattr(node, value) if isinstance(value, _Saved) else value for value in values]
+    places = _places_of_edges(node, values) if places is None else places
+    with repairing(repair.name), torch.enable_grad():
+        # Views, so that what one argument has of another does not count twice.
+        views = [x.view_as(x) if _is_free(x) else x for x in values]
+        outputs = repair.formula(*views[:count], **dict(zip(names[count:], views[count:], strict=True)))
+    if outputs is NotImplemented:
+        return None
+    outputs = [outputs] if isinstance(outputs, torch.Tensor) else outputs
+    gradients = _gradients(outputs, views, cotangents, is_recorded=is_recorded)
     return tuple(None if place is None else gradients[place] for place in places)
 
 
-def _by_formula(
-    call: Any, repair: Repair, tensors: Sequence[Tensor], cotangents: Sequence[Any], *, is_recorded: bool
-) -> list[Any]:
-    """The cotangents of all tensors, `None` where there is none."""
-    # Views, so that what one argument has of another does not count twice.
-    with repairing(repair.name), torch.enable_grad():
-        views = [x.view_as(x) if x.requires_grad else x for x in tensors]
-        outputs = call(repair.formula, views)
-    return _gradients(outputs, views, cotangents, is_recorded=is_recorded)
+def _is_free(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and x.requires_grad
 
 
 def _gradients(
-    outputs: Sequence[Any], tensors: Sequence[Any], cotangents: Sequence[Any], *, is_recorded: bool
-) -> list[Any]:
-    wanted = [i for i, x in enumerate(tensors) if x.requires_grad]
-    given = [(y, bar) for y, bar in zip(outputs, cotangents, strict=True) if bar is not None and y.requires_grad]
-    found: list[Any] = [None] * len(tensors)
-    if given:
-        ys, bars = zip(*given, strict=True)
-        inputs = [tensors[i] for i in wanted]
-        options = {"retain_graph": True, "create_graph": is_recorded, "allow_unused": True}
-        for i, gradient in zip(wanted, torch.autograd.grad(ys, inputs, bars, **options), strict=True):
-            found[i] = gradient
-    return found
-
-
-def _forward(ctx: Any, how: Any, *tensors: Any) -> tuple[Any, ...]:
-    call, by_torch, _ = ctx.how = how
-    ctx.save_for_backward(*tensors)
-    ctx.set_materialize_grads(False)
-    with torch.enable_grad():
-        ctx.inner = [x.detach().requires_grad_(x.requires_grad) for x in tensors]
-        ctx.outputs = call(by_torch, ctx.inner)
-    results = tuple(y.detach() for y in ctx.outputs)
-    constants = [result for y, result in zip(ctx.outputs, results, strict=True) if not y.requires_grad]
-    ctx.mark_non_differentiable(*constants)
-    return results
-
-
-def _backward(ctx: Any, *cotangents: Any) -> tuple[Any, ...]:
-    call, _, repair = ctx.how
-    is_recorded = torch.is_grad_enabled()
-    if is_recorded or repair.is_wrong_at_once:
-        return None, *_by_formula(call, repair, ctx.saved_tensors, cotangents, is_recorded=is_recorded)
-    return None, *_gradients(ctx.outputs, ctx.inner, cotangents, is_recorded=False)
-
-
-_Repaired: Any = function_class("Repaired", forward=_forward, backward=_backward)
+    outputs: Sequence[Any], values: Sequence[Any], cotangents: Sequence[Any], *, is_recorded: bool
+) -> dict[int, Any]:
+    """By the place of each argument that has one; outputs that have none come last."""
+    wanted = [i for i, x in enumerate(values) if _is_free(x)]
+    given = [(y, bar) for y, bar in zip(outputs, cotangents, strict=False) if bar is not None and y.requires_grad]
+    if not given:
+        return dict.fromkeys(wanted)
+    ys, bars = zip(*given, strict=True)
+    options = {"retain_graph": True, "create_graph": is_recorded, "allow_unused": True}
+    return dict(zip(wanted, torch.autograd.grad(ys, [values[i] for i in wanted], bars, **options), strict=True))

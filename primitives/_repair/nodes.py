@@ -1,24 +1,26 @@
 """Calls that torch's own C++ nodes record: their backward operators get the derivatives that torch has wrong.
 
 The first-order backward pass of such a node is ATen's. Where it is recorded itself (`create_graph=True`), the operator
-that it calls, such as `native_layer_norm_backward`, takes the formula from here. A node carries a mark, so that this
+that it calls, such as `native_layer_norm_backward`, takes the formula from here. Torch numbers its nodes, so that this
 holds after the repair has ended, on every thread, and for nodes that `primitives.functional` made without any repair.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import threading
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import _C
-from torch._C import _functorch  # type: ignore[attr-defined] - no stub
+from torch._C import _autograd, _functorch  # type: ignore[attr-defined] - no stub
 from torch.autograd import forward_ad
 
 from primitives._audit.table import verdicts_of
 from primitives._core import registered_primitives
 from primitives._core.decomposition import decomposition_table
+from primitives._core.fast_path import are_unwatched
 from primitives._repair.dispatcher import DEVICES, Registrations, has_kernel
 from primitives._repair.state import carries_tangent, is_active, is_repairing, is_traced, repairing
 
@@ -28,20 +30,33 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch._ops import OpOverload
 
-__all__ = ["MARK", "backward_name", "backward_operators", "install_backwards", "mark"]
+__all__ = ["backward_name", "backward_operators", "install_backwards", "keep_repaired", "recorded"]
 
 aten = torch.ops.aten
-MARK = "primitives"
 _lock, _registrations = threading.Lock(), Registrations()
+_next_number = _autograd._get_sequence_nr
 
 
-def mark(y: Tensor, eps: float | None = None) -> Tensor:
-    """`y`, with a mark on the node that recorded it, if there is one; that of a norm keeps eps, which torch drops."""
-    node: Any = y.grad_fn
-    if node is not None:
-        if not _registrations:
-            install_backwards()
-        node.metadata[MARK] = eps
+class _Recorded:
+    """The nodes that were recorded for this package are among those with a number below `until`.
+
+    Each thread counts its own nodes: a node of torch alone may pass for one of ours, never the other way round.
+    """
+
+    until: float = 0
+
+
+def keep_repaired(until: float | None = None) -> None:
+    """Have all nodes up to a number, those that this thread has recorded so far, stay repaired."""
+    with _lock:
+        _Recorded.until = max(_Recorded.until, _next_number() if until is None else until)
+
+
+def recorded(y: Tensor) -> Tensor:
+    """`y`, which torch has recorded, with the derivatives of this package."""
+    if y.requires_grad and _next_number() > _Recorded.until:
+        install_backwards()
+        keep_repaired()
     return y
 
 
@@ -60,18 +75,27 @@ def _are_of_one_dtype(x: Tensor, *others: Tensor | None) -> bool:
     return x.dtype in (torch.float32, torch.float64) and all(y is None or y.dtype == x.dtype for y in others)
 
 
-def _layer_norm(eps: float | None, *args: Any) -> Any:
+def _layer_norm(*args: Any) -> Any:
     y_bar, x, shape, mean, rstd, weight, bias, mask = args
-    if eps is None or x.numel() == 0 or not _are_of_one_dtype(x, y_bar, mean, weight, bias):
+    if not (x.numel() > 0 and are_unwatched((x, rstd)) and _are_of_one_dtype(x, y_bar, mean, weight, bias)):
         return decomposition_table[aten.native_layer_norm_backward.default](*args)
     rows = x.shape[: x.dim() - len(shape)]
     wanted = (mask[0], mask[1] and weight is not None, mask[2] and bias is not None)
     statistics = mean.reshape(rows), rstd.reshape(rows)
+    eps = _eps(x, rstd, list(range(-len(shape), 0)))
     bars = _backward_of("layer_norm")(y_bar.contiguous(), x, weight, *statistics, len(shape), 0, eps, True, 0, wanted)
     return _unmasked(bars, wanted)
 
 
-def _batch_norm(_eps: float | None, *args: Any) -> Any:
+def _eps(x: Tensor, rstd: Tensor, axes: list[int]) -> float:
+    """What separates the variance from 1 / rstd**2, which torch does not hand on: of the row that shows it best."""
+    with _C._AutoDispatchBelowAutograd():
+        variance, rstd = (rows.flatten().double() for rows in (x.var(axes, correction=0), rstd))
+        row = variance.nan_to_num(nan=math.inf).argmin()
+        return (rstd[row] ** -2 - variance[row]).item()
+
+
+def _batch_norm(*args: Any) -> Any:
     y_bar, x, weight, _running_mean, _running_var, mean, rstd, training, eps, mask = args
     if not training or x.numel() == 0 or not _are_of_one_dtype(x, y_bar, mean, weight):
         return decomposition_table[aten.native_batch_norm_backward.default](*args)
@@ -80,7 +104,6 @@ def _batch_norm(_eps: float | None, *args: Any) -> Any:
 
 
 def _attention(
-    _eps: float | None,
     o_bar: Tensor,
     q: Tensor,
     k: Tensor,
@@ -124,19 +147,15 @@ def backward_name(operator: OpOverload) -> str:
 
 @functools.cache
 def backward_operators() -> dict[str, Callable[..., Any]]:
-    """Formulas of backward operators whose derivatives torch has wrong, by name: functions of eps and the arguments."""
+    """Formulas of backward operators whose derivatives torch has wrong, by name."""
     formulas = dict(_FORMULAS)
     for overload, formula in decomposition_table.items():
         if overload.namespace == "aten" and overload._opname.endswith("_backward") and overload not in formulas:
             forward = getattr(aten, overload._opname.removesuffix("_backward"), None)
             is_right = forward is not None and not verdicts_of(forward.default).beyond(0)
             if has_kernel(overload.name(), "Autograd") and not is_right:
-                formulas[overload] = functools.partial(_without_eps, formula)
+                formulas[overload] = formula
     return {overload.name(): formula for overload, formula in formulas.items()}
-
-
-def _without_eps(formula: Callable[..., Any], _eps: float | None, *args: Any, **kwargs: Any) -> Any:
-    return formula(*args, **kwargs)
 
 
 def _kernel(name: str, formula: Callable[..., Any], own: Callable[..., Any]) -> Callable[..., Any]:
@@ -149,13 +168,13 @@ def _kernel(name: str, formula: Callable[..., Any], own: Callable[..., Any]) -> 
         if is_plain and not is_grad_enabled() and not is_misread:
             return own(keyset, *args, **kwargs)
         node: Any = _C._current_autograd_node()
-        marks = {} if node is None else node.metadata
-        if is_misread and (MARK in marks or is_active()):
+        is_ours = is_active() or (node is not None and node._sequence_nr() < _Recorded.until)
+        if is_misread and is_ours:
             args = (torch.empty_like(args[1]).copy_(args[0]), *args[1:])
-        if not (MARK in marks or is_active()) or is_repairing(name) or not _is_differentiated(args, kwargs):
+        if not is_ours or is_repairing(name) or not _is_differentiated(args, kwargs):
             return own(keyset, *args, **kwargs)
         with repairing(name):
-            return formula(marks.get(MARK), *args, **kwargs)
+            return formula(*args, **kwargs)
 
     return kernel
 
@@ -172,11 +191,11 @@ def _is_differentiated(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def install_backwards() -> None:
-    """Register the derivatives of backward operators, once: torch's own run where no node is marked."""
+    """Register the derivatives of backward operators, once: torch's own run for nodes that are not repaired."""
     with _lock:
         if not _registrations:
             _registrations.add(
-                (name, device, functools.partial(_kernel, name, formula))
+                (name, f"Autograd{device}", functools.partial(_kernel, name, formula))
                 for name, formula in backward_operators().items()
                 for device in DEVICES
             )

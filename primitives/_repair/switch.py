@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import sys
 import threading
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from primitives._core.autograd import tangents_possible
 from primitives._core.contexts import Decorates
 from primitives._core.errors import BackendError
 from primitives._repair.dispatcher import Registrations
-from primitives._repair.kernels import forward_kernel, inplace_kernel, inplace_name, repairs
-from primitives._repair.nodes import install_backwards
+from primitives._repair.kernels import SIGNS, forward_kernel, inplace_kernel, inplace_name, repairs
+from primitives._repair.nodes import install_backwards, keep_repaired
 from primitives._repair.state import is_active, process, this_thread
 
 if TYPE_CHECKING:
@@ -24,7 +26,7 @@ _Function = TypeVar("_Function", bound="Callable[..., Any]")
 
 __all__ = ["is_repaired", "repair_torch", "repaired_thread"]
 
-_lock, _registrations = threading.Lock(), Registrations()
+_lock, _registrations, _waiting = threading.Lock(), Registrations(), Registrations()
 # One entry for each block that some thread is in.
 _open_contexts: list[int] = []
 
@@ -90,14 +92,20 @@ class repair_torch(Decorates):  # noqa: N801 - used like a function, as torch.se
             process.is_repaired = True
 
     def undo(self) -> None:
-        """End the repair of the process, whoever began it; blocks of `with` that are open go on."""
+        """End the repair of the process, whoever began it; blocks of `with` that are open go on.
+
+        What was recorded stays right, and so does `create_graph=True` where norms and attention are recorded later:
+        nodes of torch do not say when they were made.
+        """
         _refuse_to_compile()
         with _lock:
             if process.is_repaired:
                 _compiled.end()
+                keep_repaired(math.inf)
             process.is_repaired = False
             if not _open_contexts:
-                _registrations.take_back()
+                for registrations in (_registrations, _waiting):
+                    registrations.take_back()
 
     def __enter__(self) -> repair_torch:
         """Begin on this thread alone."""
@@ -116,6 +124,7 @@ class repair_torch(Decorates):  # noqa: N801 - used like a function, as torch.se
         this_thread.num_contexts -= 1
         with _lock:
             _open_contexts.pop()
+            keep_repaired()
             if not is_active():
                 _compiled.end()
 
@@ -148,6 +157,7 @@ def repaired_thread() -> Iterator[None]:
         this_thread.num_contexts -= 1
         with _lock:
             _open_contexts.pop()
+            keep_repaired()
 
 
 class _Compiled:
@@ -175,17 +185,41 @@ _compiled = _Compiled()
 
 
 def _register() -> None:
-    """Put kernels before torch's own, once."""
+    """Put kernels before torch's own, once; those that wait where a transform or a tangent may be there already."""
     if not _registrations:
         install_backwards()
-        found = [(repair, device) for repair in repairs().values() for device in repair.devices]
-        forward = [(repair.name, device, functools.partial(forward_kernel, repair, device)) for repair, device in found]
-        inplace = [
-            (name, device, functools.partial(inplace_kernel, repair))
-            for repair, device in found
-            if (name := inplace_name(repair)) is not None
-        ]
-        _registrations.add([*forward, *inplace])
+        waiting = [repair.name for repair in repairs().values() if repair.waits and "CPU" in repair.devices]
+        front = [(name, "FuncTorchDynamicLayerFrontMode", _sign) for name in (*waiting, *map("aten::{}".format, SIGNS))]
+        _registrations.add([*_kernels(waiting=False), ("aten::_make_dual", "AutogradCPU", _sign), *front])
+    if tangents_possible():
+        _register_those_that_wait()
+
+
+def _register_those_that_wait() -> None:
+    if _registrations and not _waiting:
+        _waiting.add(_kernels(waiting=True))
+
+
+def _sign(own: Callable[..., Any]) -> Callable[..., Any]:
+    """`own`, before whose first call the kernels that wait are registered."""
+
+    def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        if not _waiting:
+            with _lock:
+                _register_those_that_wait()
+        return own(keyset, *args, **kwargs)
+
+    return kernel
+
+
+def _kernels(*, waiting: bool) -> Iterator[tuple[str, str, Callable[..., Any]]]:
+    for repair in repairs().values():
+        for device in repair.devices:
+            if waiting == (repair.waits and device == "CPU"):
+                yield repair.name, f"Autograd{device}", functools.partial(forward_kernel, repair, device)
+                name = inplace_name(repair)
+                if name is not None:
+                    yield name, f"Autograd{device}", functools.partial(inplace_kernel, repair)
 
 
 def _refuse_to_compile() -> None:

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as of_torch
 
 from primitives._core.trees.leaves import map_tensors
-from primitives._repair.nodes import mark
+from primitives._repair.nodes import recorded
 from primitives._repair.plain import is_plain_on_cpu
 from primitives.ops.attention import checks
 from primitives.ops.attention.attention import attention_p
@@ -209,7 +209,7 @@ def scaled_dot_product_attention(
         torch.Size([1, 2, 3, 4])
     """
     if attn_mask is None and not dropout_p and not enable_gqa and _is_torchs_attention(query, key, value):
-        return mark(of_torch.scaled_dot_product_attention(query, key, value, is_causal=is_causal, scale=scale))
+        return recorded(of_torch.scaled_dot_product_attention(query, key, value, is_causal=is_causal, scale=scale))
     name, labels = "scaled_dot_product_attention", ("key", "value", "attn_mask", "attn_mask")
     if checks.is_causal_bias(attn_mask):
         attn_mask, is_causal = _without_causal_bias(attn_mask, query, key, is_causal)

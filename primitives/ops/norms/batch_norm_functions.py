@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
 from primitives._core.trees.leaves import map_tensors
 from primitives._core.write_back import write_back
-from primitives._repair.nodes import mark
-from primitives._repair.plain import is_left_to_torch
+from primitives._repair.nodes import recorded
+from primitives._repair.plain import is_plain_on_cpu
 from primitives.ops import arguments
 from primitives.ops.arguments import LOW_PRECISION
 from primitives.ops.norms.batch_norm import batch_norm_p
@@ -55,10 +55,6 @@ def batch_norm_of_tensors(
         relu: Whether `residual` is added, if it is not None, and a ReLU follows.
         residual: Like `x`.
     """
-    if in_place and not relu and type(momentum) is float and _is_torchs(x, weight, bias, running_mean, running_var):
-        statistics: Any = running_mean, running_var
-        options: Any = *statistics, training, momentum, eps, False
-        return mark(torch.batch_norm(x, weight, bias, *options)), running_mean, running_var
     train, evaluate = (batch_norm_relu_p, batch_norm_relu_eval_p) if relu else (batch_norm_p, batch_norm_eval_p)
     given = (x, residual, weight, bias) if relu else (x, weight, bias)
     if not training and running_mean is not None:
@@ -75,12 +71,15 @@ def batch_norm_of_tensors(
     return y, new_mean, new_var
 
 
-def _is_torchs(x: Tensor, weight: Any, bias: Any, *statistics: Any) -> bool:
+def _is_torchs(x: Any, mean: Any, var: Any, weight: Any, bias: Any, training: Any, momentum: Any, eps: Any) -> bool:
     """Whether torch's own kernel computes this: it differentiates no statistics, and a mode may see what is written."""
-    has_gradients = any(value is not None and value.requires_grad for value in statistics)
-    is_alike = all(p is None or p.dtype == x.dtype for p in (weight, bias, *statistics))
-    is_unseen = torch._C._len_torch_function_stack() == 0 and x.dim() > 1 and x.numel() > 0
-    return is_alike and is_unseen and not has_gradients and is_left_to_torch(x, weight, bias, *statistics)
+    if not (type(eps) is float and type(momentum) is float and is_plain_on_cpu(x, mean, var, weight, bias)):
+        return False
+    if (mean is None) != (var is None) or (mean is not None and (mean.requires_grad or var.requires_grad)):
+        return False
+    is_enough = eps > 0.0 and x.shape[0] > 1 if training else mean is not None
+    is_unseen = torch._C._len_torch_function_stack() == 0
+    return is_enough and is_unseen and x.is_contiguous() and x.dim() > 1 and x.numel() > 0
 
 
 def _blended(
@@ -251,6 +250,12 @@ def batch_norm(
         Ioffe, Szegedy, "Batch Normalization", arXiv:1502.03167, 2015.
     """
     given: Any = (input, running_mean, running_var, weight, bias, training, momentum, eps)
+    if _is_torchs(*given):
+        options: Any = weight, bias, running_mean, running_var, training, momentum, eps, False
+        try:
+            return cast("PyTree", recorded(torch.batch_norm(cast("Tensor", input), *options)))
+        except RuntimeError:
+            pass  # A check of this package says what is wrong.
     if not arguments.is_plain_batch_norm(*given):
         return _batch_norm_tree("batch_norm", given, namespace).output
     return batch_norm_of_tensors(*given, in_place=True)[0]

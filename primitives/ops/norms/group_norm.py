@@ -9,7 +9,7 @@ import torch
 
 from primitives._core.trees.leaves import map_tensors
 from primitives._core.write_back import write_back
-from primitives._repair.plain import is_left_to_torch
+from primitives._repair.plain import is_plain_on_cpu
 from primitives.ops import arguments
 from primitives.ops.norms.batch_norm_eval import batch_norm_eval_p
 from primitives.ops.norms.batch_norm_functions import batch_norm_of_tensors
@@ -89,7 +89,7 @@ def group_norm(
         x: Any = input
         # Torch's backward fails for a bias without a weight.
         is_torchs = activation is None and (weight is None) == (bias is None) and x.numel() > 0
-        if is_torchs and is_left_to_torch(x, weight, bias):
+        if is_torchs and is_plain_on_cpu(x, weight, bias) and x.is_contiguous():
             return cast("PyTree", torch.group_norm(x, num_groups, weight, bias, eps))
         return group_norm_of_tensors(input, num_groups, weight, bias, eps, activation)[0]
     arguments.number("group_norm", "eps", eps)

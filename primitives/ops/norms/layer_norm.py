@@ -21,8 +21,8 @@ import torch
 
 from primitives._core import Primitive
 from primitives._core.trees.leaves import map_tensors
-from primitives._repair.nodes import mark
-from primitives._repair.plain import is_left_to_torch
+from primitives._repair.nodes import recorded
+from primitives._repair.plain import is_plain_on_cpu
 from primitives.ops import arguments
 from primitives.ops.norms import cpu_layer_norm as cpu
 from primitives.ops.norms import cpu_layer_norm_second_order as cpu_second_order
@@ -130,10 +130,13 @@ def layer_norm(
     References:
         Ba, Kiros, Hinton, "Layer Normalization", arXiv:1607.06450, 2016.
     """
+    if type(eps) is float and isinstance(normalized_shape, tuple) and is_plain_on_cpu(input, weight, bias):
+        given: Any = input, normalized_shape, weight, bias, eps
+        try:
+            return cast("PyTree", recorded(torch.layer_norm(*given)))
+        except (RuntimeError, TypeError):
+            pass  # A check of this package says what is wrong.
     if arguments.is_plain_layer_norm(input, normalized_shape, weight, bias, eps):
-        x: Any = input
-        if is_left_to_torch(x, weight, bias):
-            return cast("PyTree", mark(torch.layer_norm(x, normalized_shape, weight, bias, eps), eps))
         return layer_norm_p(input, weight, bias, len(normalized_shape), 0, eps, True, False, 0)[0]
     shape = arguments.normalized_shape("layer_norm", normalized_shape)
     arguments.number("layer_norm", "eps", eps)

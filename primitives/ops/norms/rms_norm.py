@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from primitives._core.trees.leaves import map_tensors
-from primitives._repair.plain import is_left_to_torch
+from primitives._repair.plain import is_plain_on_cpu
 from primitives.ops import arguments
 from primitives.ops.norms.layer_norm import layer_norm_p
 from primitives.ops.rules import LOW_PRECISION, accumulation_dtype
@@ -77,7 +77,7 @@ def rms_norm(
     number = 0.0 if eps is None else eps
     if arguments.is_plain_layer_norm(input, normalized_shape, weight, None, number):
         x: Any = input
-        if not add_one and not cast_first and is_left_to_torch(x, weight):
+        if not add_one and not cast_first and is_plain_on_cpu(x, weight) and x.is_contiguous():
             return cast("PyTree", torch.rms_norm(x, normalized_shape, weight, eps))
         return _rms_norm(input, weight, len(normalized_shape), eps, add_one, cast_first)
     shape = arguments.normalized_shape("rms_norm", normalized_shape)

@@ -9,7 +9,7 @@ import torch
 
 from primitives._core.errors import DtypeError
 from primitives._core.trees.leaves import map_tensors
-from primitives._repair.plain import is_left_to_torch
+from primitives._repair.plain import is_plain_on_cpu
 from primitives.ops import arguments
 from primitives.ops.softmax.log_softmax import log_softmax_p
 from primitives.ops.softmax.softmax import softmax_p
@@ -63,11 +63,14 @@ def log_softmax(
         >>> pr.functional.log_softmax(torch.zeros(2), dim=0)
         tensor([-0.6931, -0.6931])
     """
+    x: Any = input
+    if _is_torchs(x, dim, dtype):
+        try:
+            return cast("PyTree", torch.log_softmax(x, cast("int", dim)))
+        except IndexError:
+            pass  # A check of this package says what is wrong.
     if arguments.is_plain_softmax(input, dim, dtype):
-        x: Any = input
         axis: Any = dim
-        if is_left_to_torch(x):
-            return cast("PyTree", torch.log_softmax(x, axis))
         return log_softmax_p(x, axis % x.dim(), None)
 
     def compute(x: Tensor, axis: int, mask: Tensor | None) -> Tensor:
@@ -128,11 +131,14 @@ def softmax(
         tensor([[0.5000, 0.5000],
                 [1.0000, 0.0000]])
     """
+    x: Any = input
+    if mask is None and type(scale) is float and scale == 1.0 and _is_torchs(x, dim, dtype):
+        try:
+            return cast("PyTree", torch.softmax(x, cast("int", dim)))
+        except IndexError:
+            pass  # A check of this package says what is wrong.
     if mask is None and type(scale) is float and arguments.is_plain_softmax(input, dim, dtype):
-        x: Any = input
         axis: Any = dim
-        if scale == 1.0 and is_left_to_torch(x):
-            return cast("PyTree", torch.softmax(x, axis))
         return softmax_p(x, None, axis % x.dim(), scale, None)
     if isinstance(scale, torch.Tensor):
         raise DtypeError("softmax: scale must be a number, got a Tensor. Multiply input by it.")
@@ -142,6 +148,10 @@ def softmax(
         return softmax_p(x, mask, axis, scale, dtype)
 
     return _over_axis("softmax", compute, input, dim, dtype, mask, _stacklevel, namespace)
+
+
+def _is_torchs(x: Any, dim: int | None, dtype: torch.dtype | None) -> bool:
+    return type(dim) is int and dtype is None and is_plain_on_cpu(x)
 
 
 def softmin(
