@@ -18,7 +18,7 @@ __all__ = ["Reached"]
 
 
 class _Place(NamedTuple):
-    """Where a function finds a value: a cell, or a key of a dict or list."""
+    """Where a function finds a value: a cell, a key of a dict or list, or an attribute of a module."""
 
     holder: Any
     key: Any
@@ -26,7 +26,7 @@ class _Place(NamedTuple):
     def get(self) -> Any:
         """The value; `None` where there is none."""
         with contextlib.suppress(ValueError, LookupError):
-            return self.holder.cell_contents if self.key is _CELL else self.holder[self.key]
+            return self.holder.cell_contents if self.key is _CELL else self._items()[self.key]
         return None
 
     def put(self, value: Any) -> None:
@@ -34,10 +34,15 @@ class _Place(NamedTuple):
         if self.key is _CELL:
             self.holder.cell_contents = value
         else:
-            self.holder[self.key] = value
+            self._items()[self.key] = value
+
+    def _items(self) -> Any:
+        return vars(self.holder) if isinstance(self.holder, torch.nn.Module) else self.holder
 
 
 _CELL = object()
+# Attributes of modules that are constants: the training mode, the probability of a dropout, the weight of a loss.
+_NUMBERS = frozenset({bool, int, float, str, type(None)})
 
 
 class Reached:
@@ -76,6 +81,8 @@ class Reached:
             seen[id(x)] = x  # held, or another object could get its number
             if isinstance(x, torch.nn.Module):
                 modules.append(x)
+                held = [(owner, *pair) for owner in x.modules() for pair in vars(owner).items()]
+                stack += [_Place(owner, name) for owner, name, value in held if isinstance(value, torch.Tensor)]
             elif isinstance(x, _Place):
                 value = x.get()
                 if isinstance(value, torch.Tensor):
@@ -93,7 +100,7 @@ class Reached:
         """What decides how the modules run, beside their tensors."""
         owners = self.owners
         return (
-            [owner.training for owner in owners],
+            [x for owner in owners for x in vars(owner).values() if type(x) in _NUMBERS],
             [len(owner._parameters) + len(owner._buffers) for owner in owners],
             [child for owner in owners for child in vars(owner)["_modules"].values()],
         )

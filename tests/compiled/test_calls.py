@@ -24,6 +24,7 @@ SHIFT, SCALE = data(3, seed=2), 1.0
 def test_modules_by_reference():
     plain, own = mlp(nn.BatchNorm1d), mlp(nn.BatchNorm1d)
     model, other = plainly(own), nn.Linear(5, 2).double()
+    plainly_held = plainly(lambda x: own.weight_of_loss * own(x).square().sum() + own.shift)
 
     def both(change):
         change(plain)
@@ -47,6 +48,12 @@ def test_modules_by_reference():
     both(lambda net: net.__setitem__(3, copy.deepcopy(other)))
     both(lambda net: net[3].bias.data.zero_())
     both(lambda net: net[0].register_parameter("weight", nn.Parameter(torch.ones_like(net[0].weight))))
+    # What is no parameter: numbers, and tensors that nobody registered.
+    both(lambda net: setattr(net[1], "eps", 0.5))
+    for change in (2.0, 3.0):
+        own.shift = data(1, seed=int(change))
+        own.weight_of_loss = change
+        same(plainly_held(X), own.weight_of_loss * own(X).square().sum() + own.shift)
     plain.float()
     model.float()
     same(model(X.float()), plain(X.float()), 1e-5)
