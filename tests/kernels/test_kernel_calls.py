@@ -7,7 +7,7 @@ import torch
 
 from tests.kernels.interpreting import run_compiled
 from triton_kernels import costs
-from triton_kernels.norms import layer_norm
+from triton_kernels.norms import _launch, layer_norm
 from triton_kernels.runtime.kernel import intercept, is_tracing, observe, tracing
 from triton_kernels.softmax import log_softmax
 
@@ -77,8 +77,8 @@ def test_costs_are_those_of_the_own_launches_and_take_no_others(monkeypatch):
         in_another_thread(lambda: results.append(log_softmax.log_softmax_fwd(X, 1, None)))
         return of_plan(*args, **options)
 
-    of_plan = layer_norm.plan_rows
-    monkeypatch.setattr(layer_norm, "plan_rows", plan)
+    of_plan = _launch.plan_rows
+    monkeypatch.setattr(_launch, "plan_rows", plan)
     assert costs.cost_of(layer_norm.layer_norm_fwd, *call) == alone
     torch.testing.assert_close(results, [torch.log_softmax(X, 1)])
 

@@ -21,7 +21,7 @@ from tests.kernels.calls import DTYPES, ROW_PLANS, channels_last, far_apart, lau
 from tests.kernels.truth import EPS, assert_close, check_values, expected
 from triton_kernels.batch_norm import _steps
 from triton_kernels.batch_norm._channels import readable
-from triton_kernels.norms import _layer_norm_rows
+from triton_kernels.norms import _launch
 from triton_kernels.norms.layer_norm import layer_norm_fwd
 from triton_kernels.rows.sums import add_partial_rows_kernel
 from triton_kernels.rows.view import row_view
@@ -186,7 +186,7 @@ def test_groups_that_lie_elsewhere():
 
 
 def test_more_segments_than_sums_over_rows_take(monkeypatch):
-    monkeypatch.setattr(_layer_norm_rows, "LAYER_NORM_MAX_SEGMENTS", 2)
+    monkeypatch.setattr(_launch, "LAYER_NORM_MAX_SEGMENTS", 2)
     rows = LayerNorm.draw((3, 3, 10)).change(x=random(3, 5, 10)[:, 1:4])
     for call in rows.calls("bwd", "pairing", "bwd_jvp"):
         check_values(call)

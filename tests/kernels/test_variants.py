@@ -29,7 +29,7 @@ from triton_kernels.runtime.chips import CHIPS, Chip, chip_of, use_chip
 from triton_kernels.runtime.limits import use_limits
 
 # Constants that are sizes, of which small calls have others, or the dtype of a tensor that is there.
-SIZES = re.compile("BLOCK|NUM_|ALIGN|STAGES|EPS|SCALE|WIDTH|GROUPS?$|PLANES|ROUNDED")
+SIZES = re.compile("BLOCK|NUM_|ALIGN|STAGES|EPS|SCALE|WIDTH|GROUPS?$|RUN|PLANES|ROUNDED")
 DTYPES = ("float32", "bfloat16", "float64")
 LIMITS = (*ROW_PLANS.values(), {"channel_tile_bytes": 1024})
 
@@ -39,10 +39,10 @@ def variants(launches: Iterable[Launched]) -> set[tuple[Any, ...]]:
     found = set()
     for one in launches:
         named = {
-            # A run is a size, negative for another order, or 0 for none; a number of a row may be 0 too.
+            # A number of a row is as good as any other, or 0.
             name: value is None
             if value is None or isinstance(value, torch.Tensor)
-            else str((value > 0) - (value < 0) if re.match("RUN|NUMBER", name) else value)
+            else str((value > 0) - (value < 0) if name.startswith("NUMBER") else value)
             for name, value in one.named.items()
             if value is None or isinstance(value, torch.Tensor) or (name.isupper() and not SIZES.search(name))
         }

@@ -19,6 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
+from triton_kernels.norms._launch import Backward
 from triton_kernels.norms._layer_norm_kernels import FORWARD_SUMS
 from triton_kernels.norms._layer_norm_steps import (
     bwd_columns,
@@ -133,7 +134,7 @@ def _add_jvp_emit(x, p, r, s, mask, num_cols: tl.constexpr):
     return _or_zero(x[1], mask, tl.float32), jvp_emit(x, p, r, s, mask, num_cols)[0]
 
 
-add_layer_norm_jvp_kernel = row_kernel(
+JVP = row_kernel(
     "add_layer_norm_jvp_kernel",
     ("s", "x_dot", "residual_dot"),
     p=("weight", "weight_dot", "bias_dot"),
@@ -161,7 +162,7 @@ def _add_bwd_emit(x, p, r, s, mask, num_cols: tl.constexpr):
     return bar * x[3] if x[3].type.is_block() else bar, bar
 
 
-_BACKWARD: Mapping[str, Any] = {
+_OPERANDS: Mapping[str, Any] = {
     "x": ("y_bar", "s", "s_bar"),
     "p": ("weight",),
     "r": ("mean", "rstd"),
@@ -169,7 +170,9 @@ _BACKWARD: Mapping[str, Any] = {
 }
 _FUNCTIONS = {"emit": _add_bwd_emit, "terms": bwd_terms, "mix": _bwd_mix}
 # Cotangents of rows without the sums over them, and with them.
-add_layer_norm_x_bar_kernel = row_kernel("add_layer_norm_x_bar_kernel", **_BACKWARD, **_FUNCTIONS)
-add_layer_norm_bwd_kernel = row_sums_kernel(
-    "add_layer_norm_bwd_kernel", **_BACKWARD, s=("weight_part", "bias_part"), columns=bwd_columns, **_FUNCTIONS
+BACKWARD = Backward(
+    row_kernel("add_layer_norm_x_bar_kernel", **_OPERANDS, **_FUNCTIONS),
+    row_sums_kernel(
+        "add_layer_norm_bwd_kernel", **_OPERANDS, s=("weight_part", "bias_part"), columns=bwd_columns, **_FUNCTIONS
+    ),
 )

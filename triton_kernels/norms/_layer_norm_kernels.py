@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from triton_kernels.norms import _layer_norm_steps as steps
+from triton_kernels.norms._launch import Backward
 from triton_kernels.rows.template import row_kernel, row_sums_kernel
 
 if TYPE_CHECKING:
@@ -55,13 +56,13 @@ JVP = [
     )
     for emit in (steps.jvp_emit, steps.jvp_emit_silu)
 ]
-BACKWARD: Mapping[str, Any] = {"x": ("y_bar", "x"), "p": ("weight", "bias"), "r": ("mean", "rstd")}
+_OPERANDS: Mapping[str, Any] = {"x": ("y_bar", "x"), "p": ("weight", "bias"), "r": ("mean", "rstd")}
 # The cotangent of rows without the sums over them, and with them.
-X_BAR = [
-    row_kernel("layer_norm_x_bar_kernel", **BACKWARD, out=("x_bar",), emit=emit, terms=terms)
+_X_BAR = [
+    row_kernel("layer_norm_x_bar_kernel", **_OPERANDS, out=("x_bar",), emit=emit, terms=terms)
     for emit, terms in ((steps.bwd_emit, steps.bwd_terms), (steps.bwd_emit_silu, steps.bwd_terms_silu))
 ]
-layer_norm_bwd_kernel = row_sums_kernel(
+_BWD = row_sums_kernel(
     "layer_norm_bwd_kernel",
     ("y_bar", "x"),
     p=("weight",),
@@ -73,7 +74,8 @@ layer_norm_bwd_kernel = row_sums_kernel(
     terms=steps.bwd_terms,
 )
 # Cotangents of the parameters of each plane of a group norm.
-PLANES = [
-    row_kernel("layer_norm_planes_kernel", **BACKWARD, s=("weight_part", "bias_part"), terms=terms)
+_PLANES = [
+    row_kernel("layer_norm_planes_kernel", **_OPERANDS, s=("weight_part", "bias_part"), terms=terms)
     for terms in (steps.plane_terms, steps.plane_terms_silu)
 ]
+BACKWARD = [Backward(rows, _BWD, planes) for rows, planes in zip(_X_BAR, _PLANES, strict=True)]

@@ -11,10 +11,11 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from triton_kernels.norms._layer_norm_rows import Planes, empty_like_x, layer_norm_operands
+from triton_kernels.norms._launch import Norm, Planes
 from triton_kernels.norms._layer_norm_second_kernels import ROWS, SUMS, layer_norm_second_planes_kernel
 from triton_kernels.norms._second_plan import plan_layer_norm_second_rows, plan_layer_norm_second_sums
 from triton_kernels.rows.launch import NO_SUMS, RowSums, launch_row_sums, launch_rows, num_row_parts, sums_scratch
+from triton_kernels.rows.tiles import ParamLayout
 from triton_kernels.runtime.views import device_guard
 from triton_kernels.tuning import tunable
 
@@ -72,7 +73,8 @@ def layer_norm_pairing(
     names = ("y_bar_bar", "x_bar", "weight_bar", "x_dot_bar", "weight_dot_bar", "bias_dot_bar")
     given = {"x_dot": x_dot, "y_bar": y_bar, "x": x, "y_bar_dot": None}
     given |= {"weight": weight, "weight_dot": weight_dot, "bias_dot": bias_dot}
-    return _differentiate(names, wanted, x, given, mean if centered else None, rstd, norm_ndim, batch_ndim, grouped)
+    norm = Norm(norm_ndim, batch_ndim, centered, ParamLayout(grouped))
+    return _differentiate(names, wanted, x, given, norm.statistics(mean, rstd), norm)
 
 
 @tunable
@@ -98,7 +100,8 @@ def layer_norm_bwd_jvp(
     names = ("x_bar", "weight_bar", "bias_bar")
     given = {"x_dot": x_dot, "y_bar": y_bar, "x": x, "y_bar_dot": y_bar_dot}
     given |= {"weight": weight, "weight_dot": weight_dot, "bias_dot": None}
-    return _differentiate(names, wanted, x, given, mean if centered else None, rstd, norm_ndim, batch_ndim, grouped)
+    norm = Norm(norm_ndim, batch_ndim, centered, ParamLayout(grouped))
+    return _differentiate(names, wanted, x, given, norm.statistics(mean, rstd), norm)
 
 
 def _differentiate(
@@ -106,15 +109,12 @@ def _differentiate(
     wanted: Sequence[bool],
     x: Tensor,
     given: Mapping[str, Tensor | None],
-    mean: Tensor | None,
-    rstd: Tensor,
-    norm_ndim: int,
-    batch_ndim: int,
-    grouped: int,
+    statistics: Mapping[str, Tensor | None],
+    norm: Norm,
 ) -> tuple[Tensor, ...]:
     """The derivatives `names`: those that are wanted, and zero where no given operand moves them."""
     weight = given["weight"]
-    param_shape = (*x.shape[:batch_ndim], *(x.shape[-3:-1] if grouped else x.shape[x.dim() - norm_ndim :]))
+    param_shape = norm.param_shape(x)
     param_dtype = x.dtype if weight is None else weight.dtype
     outputs, results = [], {}
     for name, want in zip(names, wanted, strict=True):
@@ -122,14 +122,14 @@ def _differentiate(
             outputs.append(x.new_empty(0))
             continue
         is_row = name in _ROW_RESULTS
-        outputs.append(empty_like_x(x, grouped) if is_row else x.new_empty(param_shape, dtype=param_dtype))
+        outputs.append(norm.empty_like(x) if is_row else x.new_empty(param_shape, dtype=param_dtype))
         if x.numel() and any(factor is None or given[factor] is not None for factor, _ in _TERMS[name]):
             results[name] = outputs[-1]
         else:
             outputs[-1].zero_()
     if results:
         with device_guard(x):
-            _launch(x, given, results, mean, rstd, norm_ndim, batch_ndim, grouped)
+            _launch(x, given, results, statistics, norm)
     return tuple(outputs)
 
 
@@ -137,11 +137,8 @@ def _launch(
     x: Tensor,
     given: Mapping[str, Tensor | None],
     results: Mapping[str, Tensor],
-    mean: Tensor | None,
-    rstd: Tensor,
-    norm_ndim: int,
-    batch_ndim: int,
-    grouped: int,
+    statistics: Mapping[str, Tensor | None],
+    norm: Norm,
 ) -> None:
     """Launch what writes the results: rows, the sums over them in the same kernel or behind it, and partial rows."""
     of_rows, totals = {name: results.get(name) for name in _ROW_RESULTS}, [results.get(name) for name in _SUMS]
@@ -151,11 +148,10 @@ def _launch(
     taken = _taken(results, given)
     full_size = {name: given[name] if name in taken or name == "x" else None for name in _FULL_SIZE}
     params = {name: given[name] if name in taken else None for name in _PARAMS}
-    statistics = {"mean": mean, "rstd": rstd}
-    has_sums = bool(of_sums) and not grouped
-    operands = layer_norm_operands(full_size, params, statistics, norm_ndim, batch_ndim, grouped, has_sums=has_sums)
-    operands = operands._replace(scratch=_X_DOT_SUMS)
-    view, num_groups = operands.view, math.prod(x.shape[:batch_ndim])
+    has_planes = bool(of_sums) and norm.layout != ParamLayout.PER_COLUMN
+    has_sums = bool(of_sums) and not has_planes
+    operands = norm.operands(full_size, params, statistics, has_sums)._replace(scratch=_X_DOT_SUMS)
+    view, num_groups = operands.view, math.prod(x.shape[: norm.batch_ndim])
     sizes, is_aligned = (*operands.sizes(), x.element_size()), operands.is_aligned(x.element_size())
     plan = None
     if has_sums:
@@ -175,13 +171,12 @@ def _launch(
         swept_size = num_row_parts(rows, row_plan, row_sums)
     num_stats = view.num_segments * view.num_rows * leaves_sums
     # A norm that is not centered takes no mean of x_dot.
-    stat_sizes = (0 if mean is None else num_stats, num_stats)
-    planes, plane_size, partial = None, 0, operands.partial_rows(plan)
-    if of_sums and grouped:
-        planes = Planes.of(operands.only(sums_take), totals, batch_ndim)
-        plane_size, partial = planes.num_parts(), planes.partial_rows()
-    sizes = (*stat_sizes, swept_size, plane_size)
-    parts, (*stats, swept_parts, plane_parts) = sums_scratch(rstd, *partial, totals, num_groups, *sizes)
+    planes = Planes.of(operands.only(sums_take), totals, norm.batch_ndim) if has_planes else None
+    plane_size, partial = (0, operands.partial_rows(plan)) if planes is None else planes.scratch()
+    sizes = (num_stats * norm.centered, num_stats, swept_size, plane_size)
+    like = statistics["rstd"]
+    assert like is not None  # noqa: S101 - for the type
+    parts, (*stats, swept_parts, plane_parts) = sums_scratch(like, *partial, totals, num_groups, *sizes)
     x_dot_sums: dict[str, Tensor | None] = dict(zip(_X_DOT_SUMS, stats, strict=True))
     if row_plan is not None:
         rows = rows._replace(row_outputs=x_dot_sums)

@@ -127,7 +127,8 @@ def row_op(  # noqa: C901 - its branches are settled when it is compiled
     MERGE: tl.constexpr = None, ROWS: tl.constexpr = None, MIX: tl.constexpr = None, FIRST: tl.constexpr = 0.0,
     OTHER: tl.constexpr = 0.0, EPS: tl.constexpr = 0.0, ROUNDED: tl.constexpr = None, GROUP: tl.constexpr = 1,
     NUMBERS: tl.constexpr = None, PICKS: tl.constexpr = None, scale_low=None, scale_high=None,
-    ANCHOR_READS: tl.constexpr = 1, noise=None, GROUPS: tl.constexpr = 1, RUN: tl.constexpr = 0,
+    ANCHOR_READS: tl.constexpr = 1, noise=None, GROUPS: tl.constexpr = 1, LAYOUT: tl.constexpr = 0,
+    RUN: tl.constexpr = 1,
     PLANES: tl.constexpr = 1,
 ):  # fmt: skip
     """Do an op to this program's rows, or to its slice of them.
@@ -183,8 +184,8 @@ def row_op(  # noqa: C901 - its branches are settled when it is compiled
         ANCHOR_READS: Bits of the operands that `ANCHOR` takes.
         noise: The arguments of `begin_stream`.
         GROUPS: Rows, one after another, with parameters of their own, where columns share them.
-        RUN: Columns that share a number of a parameter; 0 if each has its own, which all rows share. Negative if so
-            many columns are adjacent in memory, and have parameters that are those of the next ones too.
+        LAYOUT: Of the parameters, one of `ParamLayout`.
+        RUN: Columns of a run there.
         PLANES: Rows that share a statistic.
     """
     ALL: tl.constexpr = 65535
@@ -204,8 +205,8 @@ def row_op(  # noqa: C901 - its branches are settled when it is compiled
     lanes = tl.arange(0, BLOCK_COLS)
     stream = () if MIX is None else begin_stream(noise, segment)
     # Of rows past the end too there are parameters.
-    PERIOD: tl.constexpr = -RUN if RUN < 0 else 0
-    p_row = ((row % GROUPS) * (num_cols // RUN if RUN > 0 else PERIOD))[:, None] if RUN else 0
+    PERIOD: tl.constexpr = RUN if LAYOUT == 2 else 0
+    p_row = ((row % GROUPS) * (num_cols // RUN if LAYOUT == 1 else PERIOD))[:, None] if LAYOUT else 0
     r = load_statistics(r_ptrs, NUM_R, flat_row if PLANES == 1 else flat_row // PLANES, row_mask)
     if PICKS is not None:
         r = r + load_column(x_ptrs, x_strides, segment, row, r[0], row_mask, 0 if MODE == "sums" else PICKS, DTYPE)
@@ -224,7 +225,9 @@ def row_op(  # noqa: C901 - its branches are settled when it is compiled
         )  # fmt: skip
         if MIX is not None:
             x = MIX(x, stream, out_ptrs, flat_row, 0, num_cols, BLOCK_COLS, DTYPE)
-        p = load_params(p_ptrs, p_strides, segment, cols, col_mask, SUM_PARAMS, DTYPE, ALIGN, p_row, RUN, 0, num_cols)
+        p = load_params(
+            p_ptrs, p_strides, segment, cols, col_mask, SUM_PARAMS, DTYPE, ALIGN, p_row, LAYOUT, RUN, 0, num_cols
+        )
         c = () if NUMBERS is None else (cols[None, :],)
         if not WANTED:
             s = in_places((), NUM, 0)
@@ -234,7 +237,9 @@ def row_op(  # noqa: C901 - its branches are settled when it is compiled
             s = in_places(sums_of(wanted_of(TERMS(x, p + c, r, mask), WANTED)), NUM, WANTED)
         # Behind the sums, so that no register holds such a parameter while they are reduced.
         LATE: tl.constexpr = ALL - SUM_PARAMS
-        late = load_params(p_ptrs, p_strides, segment, cols, col_mask, LATE, DTYPE, ALIGN, p_row, RUN, 0, num_cols)
+        late = load_params(
+            p_ptrs, p_strides, segment, cols, col_mask, LATE, DTYPE, ALIGN, p_row, LAYOUT, RUN, 0, num_cols
+        )
         p = either(p, late)
         if EMIT is not None:
             offsets = out_offsets(
@@ -280,7 +285,19 @@ def row_op(  # noqa: C901 - its branches are settled when it is compiled
                 if MIX is not None:
                     x = MIX(x, stream, out_ptrs, flat_row, start, num_cols, BLOCK_COLS, DTYPE)
                 p = load_params(
-                    p_ptrs, p_strides, segment, cols, col_mask, SUM_PARAMS, DTYPE, ALIGN, p_row, RUN, start, num_cols
+                    p_ptrs,
+                    p_strides,
+                    segment,
+                    cols,
+                    col_mask,
+                    SUM_PARAMS,
+                    DTYPE,
+                    ALIGN,
+                    p_row,
+                    LAYOUT,
+                    RUN,
+                    start,
+                    num_cols,
                 )
                 c = () if NUMBERS is None else (cols[None, :],)
                 if GROUP != 1:
@@ -321,7 +338,19 @@ def row_op(  # noqa: C901 - its branches are settled when it is compiled
                     if MIX is not None:
                         x = MIX(x, stream, out_ptrs, flat_row, start, num_cols, BLOCK_COLS, DTYPE)
                     p = load_params(
-                        p_ptrs, p_strides, segment, cols, col_mask, ALL, DTYPE, ALIGN, p_row, RUN, start, num_cols
+                        p_ptrs,
+                        p_strides,
+                        segment,
+                        cols,
+                        col_mask,
+                        ALL,
+                        DTYPE,
+                        ALIGN,
+                        p_row,
+                        LAYOUT,
+                        RUN,
+                        start,
+                        num_cols,
                     )
                     c = () if NUMBERS is None else (cols[None, :],)
                     offsets = out_offsets(

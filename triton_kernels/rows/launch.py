@@ -15,6 +15,7 @@ import torch
 from triton_kernels._cost import current_account
 from triton_kernels.rows.plan import plan_param_reduce, row_options
 from triton_kernels.rows.sums import add_partial_rows_kernel
+from triton_kernels.rows.tiles import ParamLayout
 from triton_kernels.runtime.arithmetic import ACCESS_BYTES, block_row_splits, cdiv
 from triton_kernels.runtime.chips import chip_of
 from triton_kernels.runtime.numbers import TL_DTYPES
@@ -39,10 +40,9 @@ class Operands(NamedTuple):
 
     The view has the geometry, and the operands of full size, whose `names` are in its order. Params are `[segments,
     num_cols]`, statistics and row outputs have one number per row, and `scratch` names those that one kernel leaves to
-    another. The dtype is that of the arithmetic. Of `seeds` a program reads one, and draws `noise` from it. Where a
-    `run` of columns shares a number of a parameter, so many rows, one after another, make `groups` of numbers (it is
-    negative where so many columns are adjacent, and the next ones have the same numbers); so many `planes` share a
-    statistic.
+    another. The dtype is that of the arithmetic. Of `seeds` a program reads one, and draws `noise` from it. The
+    `layout` of the parameters has runs of `run` columns, and so many rows, one after another, are `groups` with numbers
+    of their own; so many `planes` share a statistic.
     """
 
     view: RowView
@@ -57,7 +57,8 @@ class Operands(NamedTuple):
     seeds: Tensor | None = None
     noise: Mapping[str, int] = MappingProxyType({})
     groups: int = 1
-    run: int = 0
+    layout: ParamLayout = ParamLayout.PER_COLUMN
+    run: int = 1
     planes: int = 1
 
     def arguments(self) -> dict[str, Any]:
@@ -82,6 +83,7 @@ class Operands(NamedTuple):
             "TWO_LEVEL": view.num_segments > 1,
             "ALIGN": view.alignment(*(stride for _, stride in self.params.values())),
             "GROUPS": self.groups,
+            "LAYOUT": int(self.layout),
             "RUN": self.run,
             "PLANES": self.planes,
         }
@@ -134,7 +136,7 @@ class Operands(NamedTuple):
             account.load(reads.get(name, 0), **{name: tensor})
         for name, (param, _) in self.params.items():
             num_loads = self.view.num_cols
-            if self.run > 0:
+            if self.layout == ParamLayout.PER_CHANNEL:
                 # One load serves four columns of a run, or a row that has one number.
                 num_loads //= num_loads if self.run == num_loads else 4 if self.run % 4 == 0 else 1
             row_bytes = 0 if param is None else num_loads * param.element_size()
@@ -172,10 +174,6 @@ class RowSums(NamedTuple):
     def bits(self) -> int:
         """Bits of the places that are taken."""
         return (1 << self.places) - 1 if self.wanted is None else self.wanted
-
-    def centered_if(self, centered: bool) -> RowSums:
-        """Of a norm: all sums, or without a mean every second one, from the second on."""
-        return self if centered else self._replace(wanted=self.bits & 0b1010)
 
     @property
     def num_wanted(self) -> int:
@@ -263,7 +261,7 @@ def _count_rows(account: Account, operands: Operands, plan: RowPlan, sums: RowSu
     num_blocks = operands.num_blocks(plan.block_rows)
     names = (*operands.names, *operands.params)
     if not plan.looped:
-        operands.add_to(account, dict.fromkeys(names, 1), num_blocks * (plan.block_rows if operands.run else 1), 1)
+        operands.add_to(account, dict.fromkeys(names, 1), num_blocks * (plan.block_rows if operands.layout else 1), 1)
         return
     # A sweep that writes reads all parameters.
     writes = {*writes, *operands.params}

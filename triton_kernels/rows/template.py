@@ -26,16 +26,8 @@ if TYPE_CHECKING:
 
 _CONSTANTS = ("num_cols", "DTYPE", "AXES", "ALIGN", "BLOCK_ROWS", "BLOCK_COLS", "STAGES", "NUM", "WANTED")
 _OF_ROWS = (
-    "TWO_LEVEL",
-    "ROW_ALIGN",
-    "MODE",
-    "SUM_READS",
-    "EMIT_READS",
-    "BLOCK_SPLITS",
-    "GROUPS",
-    "RUN",
-    "PLANES",
-    "ANCHOR_READS",
+    *("TWO_LEVEL", "ROW_ALIGN", "MODE", "SUM_READS", "EMIT_READS", "ANCHOR_READS", "BLOCK_SPLITS"),
+    *("GROUPS", "LAYOUT", "RUN", "PLANES"),
 )
 _NOISE = ("seed_ptr", "seed_segment_stride", "num_stream_rows", "last_dropped", "scale_low", "scale_high")
 _SCALE = ("scale_low", "scale_high")
@@ -53,8 +45,8 @@ _ROW_KERNEL = """def {name}(
         {x}, {x_strides},
         {p}, {p_strides}, {r}, {num_r}, {out}, (out_segment_stride, out_row_stride, out_col_stride),
         {s}, parts_ptr, num_splits, num_rows, num_cols, DTYPE, AXES, TWO_LEVEL, ALIGN, ROW_ALIGN, BLOCK_ROWS,
-        BLOCK_COLS, MODE, SUM_READS, EMIT_READS, STAGES, BLOCK_SPLITS, NUM, WANTED, GROUPS=GROUPS, RUN=RUN,
-        PLANES=PLANES, ANCHOR_READS=ANCHOR_READS, {given}
+        BLOCK_COLS, MODE, SUM_READS, EMIT_READS, STAGES, BLOCK_SPLITS, NUM, WANTED, GROUPS=GROUPS, LAYOUT=LAYOUT,
+        RUN=RUN, PLANES=PLANES, ANCHOR_READS=ANCHOR_READS, {given}
     )
 """
 _REPEATED = """    if {last}_repeats is not None:

@@ -12,6 +12,7 @@ Triton 3.6 cannot tell the length of such a tuple.
 
 from __future__ import annotations
 
+import enum
 import math
 
 import triton
@@ -20,6 +21,22 @@ import triton.language as tl
 from triton_kernels.runtime.kernel import INTERPRETED
 from triton_kernels.runtime.numbers import cast, store_cast
 
+
+class ParamLayout(enum.IntEnum):
+    """How the numbers of a parameter lie along the columns of a row.
+
+    Attributes:
+        PER_COLUMN: Each column has its own, which all rows share.
+        PER_CHANNEL: A run of columns shares one, and so many rows, one after another, have others.
+        CHANNELS_LAST: A run of columns is adjacent in memory, and has the numbers that the next run has too.
+    """
+
+    PER_COLUMN = 0
+    PER_CHANNEL = 1
+    CHANNELS_LAST = 2
+
+
+_PER_COLUMN, _CHANNELS_LAST = tl.constexpr(0), tl.constexpr(2)
 # The interpreter takes a reduction of several tiles at once apart into calls per element.
 _ONE_BY_ONE = tl.constexpr(INTERPRETED)
 _LOG2_E = tl.constexpr(math.log2(math.e))
@@ -124,14 +141,13 @@ def load_tiles(
 @triton.jit
 def load_params(
     ptrs, strides, segment, cols, col_mask, READS: tl.constexpr, DTYPE: tl.constexpr, ALIGN: tl.constexpr, first=None,
-    RUN: tl.constexpr = 0, start=0, num_cols: tl.constexpr = 0, behind=0,
+    LAYOUT: tl.constexpr = 0, RUN: tl.constexpr = 1, start=0, num_cols: tl.constexpr = 0, behind=0,
 ):  # fmt: skip
     """Parameters `[1, cols]` of a segment, zero past the end, loaded once for all rows of a tile.
 
-    They are in their own dtypes if `DTYPE` is None. With `RUN`, as many columns share a number, and the numbers of a
-    row begin at `first`, `[rows, 1]`: the tiles are `[rows, cols]`, or `[rows, 1]` of rows with one number each. With a
-    negative one, the numbers of so many columns are those of the next ones too. The columns begin at `start`; without a
-    run, those of a tile lie `behind` them, `[rows, 1]`.
+    They are in their own dtypes if `DTYPE` is None. Per channel of `RUN` columns, and channels last, the numbers of a
+    row begin at `first`, `[rows, 1]`: the tiles are `[rows, cols]`, or `[rows, 1]` of rows with one number each. The
+    columns begin at `start`; where each has a number, those of a tile lie `behind` them, `[rows, 1]`.
     """
     BLOCK_COLS: tl.constexpr = cols.shape[0]
     # One load for columns that a thread has beside one another: four of 4-byte elements, and eight of half types.
@@ -142,11 +158,11 @@ def load_params(
             tiles = tiles + (nothing(),)
         else:
             addresses = ptrs[i] + segment * aligned(strides[i], ALIGN)
-            if RUN == 0:
+            if LAYOUT == _PER_COLUMN:
                 addresses = tl.broadcast_to(addresses + behind + cols[None, :], col_mask.shape)
                 tile = tl.load(addresses, mask=col_mask, other=0.0)
-            elif RUN < 0:
-                addresses = addresses + first + (cols % -RUN)[None, :]
+            elif LAYOUT == _CHANNELS_LAST:
+                addresses = addresses + first + (cols % RUN)[None, :]
                 tile = tl.load(addresses, mask=tl.broadcast_to(col_mask, addresses.shape), other=0.0)
             elif num_cols == RUN:
                 tile = tl.load(addresses + first)
