@@ -1,31 +1,39 @@
 """Training steps with derivatives in the loss: eager torch, `primitives.compile`, `torch.compile` and `jax.jit`.
 
-One thread, all of them in one process and in turns, the least time of each. JAX takes part where it is installed.
+One thread, all of them in one process and in turns, the least time of each; first calls in processes of their own, with
+an empty folder for Inductor's files. JAX takes part where it is installed. `python -m perf.compiled_steps NAME ours` is
+such a process: it prints the seconds of a first call, with Inductor's files where `TORCHINDUCTOR_CACHE_DIR` says.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import json
 import math
 import os
+import subprocess
+import sys
+import tempfile
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 import primitives as pr
 from perf.memory import peak
+from primitives.tracing._torch_private import bottom
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
-    from pathlib import Path
 
     from torch import Tensor
 
-__all__ = ["CASES", "Case", "lines", "measure", "results", "write"]
+__all__ = ["CASES", "Case", "first_call", "lines", "measure", "results", "saved", "steps", "write"]
 
 CONTESTANTS = ("eager", "ours", "torch.compile", "jax.jit")
 
@@ -153,6 +161,13 @@ def mean_flow(net: Any, x: Tensor) -> Tensor:
     return (u - (v - (t - r)[:, None, None] * u_dot).detach()).square().mean()
 
 
+def flow(net: Any, x: Tensor) -> Tensor:
+    """The same without the JVP: what a constant target may cost in memory."""
+    noise, (r, t) = x.flip(0), x[:, 0, :2].sigmoid().unbind(-1)
+    z = (1 - t)[:, None, None] * x + t[:, None, None] * noise
+    return (net(z, r, t) - (noise - x)).square().mean()
+
+
 def curvature(net: Any, x: Tensor) -> Tensor:
     """A loss and its Hessian-vector product in the tokens."""
     v = torch.ones_like(x)
@@ -168,12 +183,13 @@ def classify(net: Any, x: Tensor) -> Tensor:
 
 
 class Case(NamedTuple):
-    """A step: its name, network, loss and the shape of its data."""
+    """A step: its name, network, loss, the shape of its data, and the loss without the derivative that is constant."""
 
     name: str
     net: Callable[[], nn.Module]
     loss: Callable[[Any, Tensor], Tensor]
     shape: tuple[int, ...]
+    plain: Callable[[Any, Tensor], Tensor] | None = None
 
 
 CASES = (
@@ -183,7 +199,7 @@ CASES = (
     Case("gradient penalty, 64x128", lambda: mlp([64, 128, 128, 128, 1], nn.SiLU, norm=True), penalty, (64, 64)),
     Case("forces, 16x8 atoms", lambda: mlp([3, 32, 32, 1], nn.SiLU), forces, (16, 8, 3)),
     Case("Laplacian, 64x32", lambda: mlp([3, 32, 32, 1]), laplacian, (64, 3)),
-    Case("MeanFlow, DiT", lambda: pr.nn.convert(DiT()), mean_flow, (8, 16, 64)),
+    Case("MeanFlow, DiT", lambda: pr.nn.convert(DiT()), mean_flow, (8, 16, 64), flow),
     Case("HVP, GPT-2 block", lambda: pr.nn.convert(Block(64, 4, causal=True)), curvature, (4, 32, 64)),
     Case("digits transformer", lambda: pr.nn.convert(Digits()), classify, (64, 8, 8)),
 )
@@ -208,55 +224,105 @@ def least(functions: dict[str, Callable[[], Any]], seconds: float) -> dict[str, 
     return best
 
 
-def measure(case: Case, seconds: float = 3.0) -> dict[str, Any]:
-    """Milliseconds by contestant, seconds of first calls, the largest relative difference from eager, peak bytes."""
+def steps(case: Case) -> dict[str, Callable[[], Any]]:
+    """The step by contestant; nothing is compiled yet."""
     torch.manual_seed(0)
     net, x = case.net(), torch.rand(case.shape)
-    eager = functools.partial(case.loss, net)
-    runs: dict[str, Callable[[], Any]] = {"eager": functools.partial(_step, net, eager, x)}
-    first, difference = {}, float("nan")
-    truth = [y.clone() for y in runs["eager"]()]
-    for name, compile in {"ours": pr.compile, "torch.compile": torch.compile}.items():
-        step = functools.partial(_step, net, compile(functools.partial(case.loss, net)), x)
-        start = time.perf_counter()
-        try:
-            found = step()
-        except Exception as error:
-            if name == "ours":
-                raise
-            first[name] = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:70]}"
+    ways: dict[str, Callable[..., Any]] = {"eager": lambda f: f, "ours": pr.compile, "torch.compile": torch.compile}
+    loss = functools.partial(case.loss, net)
+    found: dict[str, Any] = {name: functools.partial(_step, net, way(loss), x) for name, way in ways.items()}
+    return found | ({"jax.jit": _jax_steps()[case.name]()} if case.name in _jax_steps() else {})
+
+
+def saved(step: Any) -> int:
+    """Bytes that the graph of a loss keeps for the backward pass, besides weights and data."""
+    net, loss, x = step.args
+    own = {y.untyped_storage().data_ptr() for y in (*net.parameters(), x)}
+    value = loss(x)
+    stack, seen, kept = [value.grad_fn], set(), {}
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
             continue
-        first[name] = time.perf_counter() - start
-        if name == "ours":
-            pairs = zip(truth, found, strict=True)
-            difference = max(((a - b).abs().max() / a.abs().max().clamp_min(1e-30)).item() for a, b in pairs)
-        runs[name] = step
-    if case.name in _jax_steps():
-        run = _jax_steps()[case.name]()
-        start = time.perf_counter()
-        run()
-        first["jax.jit"] = time.perf_counter() - start
-        runs["jax.jit"] = run
-    torch.manual_seed(0)
-    times = least(runs, seconds)
-    peaks = {name: peak(run) for name, run in runs.items() if name != "jax.jit"}
-    return {"case": case.name, "ms": times, "first": first, "difference": difference, "peak": peaks}
+        seen.add(node)
+        stack += [each for each, _ in node.next_functions]
+        names = [name for name in dir(node) if name.startswith("_saved_")] or ["saved_tensors"]
+        for y in pytree.tree_leaves([getattr(node, name, ()) for name in names]):
+            # Zero tangents have no memory.
+            with contextlib.suppress(AttributeError, RuntimeError):
+                storage = (bottom(y) if isinstance(y, torch.Tensor) else y).untyped_storage()
+                kept[storage.data_ptr()] = storage.nbytes()
+    return sum(size for number, size in kept.items() if number not in own)
+
+
+def first_calls(case: Case, names: Iterable[str]) -> dict[str, float]:
+    """Seconds of the first step in a fresh process, for each contestant, and for ours in one more process."""
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name in (*names, "ours again"):
+            contestant = name.removesuffix(" again")
+            place = {"TORCHINDUCTOR_CACHE_DIR": str(Path(folder, contestant))}
+            command = [sys.executable, "-m", "perf.compiled_steps", case.name, contestant]
+            ended = subprocess.run(command, env=os.environ | place, capture_output=True, text=True, check=True)
+            found[name] = float(ended.stdout.split()[-1])
+    return found
+
+
+def first_call(name: str, contestant: str) -> float:
+    """Seconds of a first step, here and now, after one in eager torch."""
+    torch.set_num_threads(1)
+    found = steps(next(case for case in CASES if case.name == name))
+    found["eager"]()
+    start = time.perf_counter()
+    found[contestant]()
+    return time.perf_counter() - start
+
+
+def measure(case: Case, seconds: float = 3.0) -> dict[str, Any]:
+    """By contestant: milliseconds, seconds of first calls, bytes; and the largest relative difference from eager."""
+    runs, failed = steps(case), []
+    truth = [y.clone() for y in runs["eager"]()]
+    pairs = zip(truth, runs["ours"](), strict=True)
+    difference = max(((a - b).abs().max() / a.abs().max().clamp_min(1e-30)).item() for a, b in pairs)
+    for name in [*runs][2:]:
+        try:
+            runs[name]()
+        except Exception as error:
+            failed.append(f"{name}: {type(error).__name__}: {str(error).strip().splitlines()[0][:70]}")
+            del runs[name]
+    times, plain = least(runs, seconds), {}
+    if case.plain is not None:
+        plain = {"plain": saved(steps(case._replace(loss=case.plain))["eager"])}
+    return {
+        "case": case.name,
+        "ms": times,
+        "first": first_calls(case, [name for name in runs if name != "eager"]),
+        "failed": failed,
+        "difference": difference,
+        "saved": {name: saved(runs[name]) for name in ("eager", "ours")} | plain,
+        "peak": {name: peak(run) for name, run in runs.items() if name != "jax.jit"},
+    }
 
 
 def lines(results: Iterable[dict[str, Any]]) -> Iterator[str]:
     """A table, one line for each step as it is measured, and the geometric means."""
     ratios: dict[str, list[float]] = {}
-    yield "| step | eager, ms | ours | torch.compile | jax.jit | ours / eager | difference | first call, s | peak, kB |"
-    yield "|---|---|---|---|---|---|---|---|---|"
+    heads = ("step", "eager, ms", *CONTESTANTS[1:], "ours / eager", "difference", "first call, s", "again, s")
+    yield f"| {' | '.join([*heads, 'saved, kB', 'peak, kB'])} |"
+    yield "|" + (len(heads) + 2) * "---|"
     for found in results:
-        ms, first = found["ms"], found["first"]
+        ms, first = found["ms"], dict(found["first"])
         for name in ms:
             ratios.setdefault(name, []).append(ms["ours"] / ms[name])
+        for name in first.keys() & {"torch.compile"}:
+            ratios.setdefault(f"{name}, first calls", []).append(first["ours"] / first[name])
+        ratios.setdefault("eager, saved bytes", []).append(found["saved"]["ours"] / found["saved"]["eager"])
         cells = [f"{ms[name]:.2f}" if name in ms else "-" for name in CONTESTANTS]
-        seconds = " / ".join(f"{x:.0f}" if isinstance(x, float) else "raises" for x in first.values())
-        peaks = " / ".join(f"{n / 1e3:.0f}" for n in found["peak"].values())
+        again = f"{first.pop('ours again'):.1f}"
+        seconds = " / ".join(f"{first[name]:.1f}" if name in first else "-" for name in CONTESTANTS[1:])
+        bytes_ = [" / ".join(f"{n / 1e3:.0f}" for n in found[kind].values()) for kind in ("saved", "peak")]
         ratio = ms["ours"] / ms["eager"]
-        row = [found["case"], *cells, f"{ratio:.2f}", f"{found['difference']:.0e}", seconds, peaks]
+        row = [found["case"], *cells, f"{ratio:.2f}", f"{found['difference']:.0e}", seconds, again, *bytes_]
         yield f"| {' | '.join(row)} |"
     yield ""
     for name, values in ratios.items():
@@ -306,9 +372,11 @@ def write(found: Sequence[dict[str, Any]], folder: Path) -> None:
 _PAGE = """# Compiled training steps
 
 Loss and gradients of all weights, float32, one CPU thread: eager torch, `primitives.compile` ("ours"), `torch.compile`
-and `jax.jit` in one process and in turns, the least time of each. The last columns are the largest relative difference
-of ours from eager, the first calls (ours / torch.compile / jax.jit) and the peak memory of a step besides its arguments
-(eager / ours / torch.compile). A dash means that it raises, or that the step does not exist there.
+and `jax.jit` in one process and in turns, the least time of each; a dash means that it raises, or that there is no such
+step. The other columns: the largest relative difference of ours from eager; the first call in a fresh process
+without Inductor's files (ours / torch.compile / jax.jit), and ours once more in a process that finds them; bytes kept
+for the backward pass besides weights and data (eager / ours / the step without the JVP, where its target is constant);
+the peak memory of a step besides its arguments (eager / ours / torch.compile).
 `python -m perf compile --write` makes this page.
 
 {table}
@@ -398,3 +466,7 @@ def _jax_steps() -> dict[str, Callable[[], Callable[[], Any]]]:  # noqa: C901 - 
     return {
         case.name: maker(*specification, case.shape) for case, specification in zip(CASES, specifications, strict=False)
     }
+
+
+if __name__ == "__main__":
+    print(first_call(*sys.argv[1:]))

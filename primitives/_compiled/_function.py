@@ -11,16 +11,12 @@ from typing import TYPE_CHECKING, Any, cast
 import optree
 import torch
 from torch import _C
-from torch._C import _functorch  # type: ignore[attr-defined] - no stub
-from torch._C._dynamo.guards import GlobalStateGuard, TensorGuards
+from torch._C._dynamo.guards import GlobalStateGuard
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch.autograd import forward_ad
 from torch.overrides import _get_current_function_mode_stack, _pop_mode_temporarily
 
-from primitives._compiled._derivatives import Compiled
+from primitives._compiled._derivatives import SEED, Compiled
 from primitives._compiled._graphs import LOCK
-from primitives._compiled._saved import Saved
-from primitives._compiled._table import difference, table
 from primitives._core.errors import LeafError
 from primitives._core.recomputation import recomputed
 from primitives.func._reached import Reached
@@ -32,7 +28,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from primitives._compiled._graphs import Program, Settings
+    from primitives._compiled._graphs import Settings
     from primitives.tracing import JointGraph
 
 __all__ = ["CompiledFunction"]
@@ -52,27 +48,38 @@ def _said_to_compile() -> Iterator[None]:
         torch.compiler._is_compiling_flag = before
 
 
-class _Traced(Region):
-    """A function with the structure and constants of its arguments, as a function `(*tensors, seed) -> tensors`."""
+class _Site(Region):
+    """What calls lead to that differ in their tensors alone: a function `(*tensors, seed) -> tensors`, compiled.
 
-    def __init__(self, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> None:
-        super().__init__(fn, args, kwargs)
-        kinds = {"cpu", *(x.device.type for x in self.tensors)}
+    Attributes:
+        reached: What the function reaches.
+        is_random: Whether it draws random numbers, as far as it was traced.
+    """
+
+    is_random = False
+
+    def __init__(self, owner: CompiledFunction, args: tuple, kwargs: dict[str, Any]) -> None:
+        super().__init__(owner.__wrapped__, args, kwargs)  # type: ignore[attr-defined] - set by update_wrapper
+        self._owner, self.reached = owner, self._reached
         # Derivatives of every order are asked of it.
         self._is_repaired = True
+        kinds = {"cpu", *(x.device.type for x in self.tensors)}
         self._contexts = [functools.partial(torch.set_grad_enabled, torch.is_grad_enabled()), _said_to_compile]
         self._contexts += [
             functools.partial(torch.autocast, kind, dtype=torch.get_autocast_dtype(kind), cache_enabled=False)
             for kind in kinds
             if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
         ]
-        self.device = next((x.device for x in self.tensors), torch.device("cpu"))
-        self.names = self._names(args, kwargs)
+        self._state, self._modes = GlobalStateGuard(), tuple(_modes())
+        self._device = next((x.device for x in self.tensors), torch.device("cpu"))
+        with torch.inference_mode(False), temporarily_clear_interpreter_stack():
+            self._no_seed = torch.zeros((), dtype=torch.int64, device=self._device)
+        names = self._names(args, kwargs)
+        owner.settings.fixed.update(names[len(names) - len(self._registered) :])
+        self._compiled = Compiled(self, owner.settings, "value", [*names, SEED])
         # Those of a call are the arguments of every run.
         self._leaves = [None if isinstance(x, torch.Tensor) else x for x in self._leaves]
         self.tensors = []
-
-    is_random = False
 
     def _names(self, args: tuple, kwargs: dict[str, Any]) -> list[str]:
         given = Leaves.of_arguments(self._fn, args, dict(sorted(kwargs.items())))
@@ -80,8 +87,8 @@ class _Traced(Region):
         paths = {owner: path for each in self._reached.modules for path, owner in each.named_modules()}
         places = [each[0] for each in self._registered.values()]
         constants = [i for i, x in enumerate(self._leaves) if not isinstance(x, torch.Tensor)]
-        self.given = [*zip(given.labels(constants), (self._leaves[i] for i in constants), strict=True)]
-        return [*names, *(f"{paths[owner]}.{name}".lstrip(".") for owner, _, name in places), "seed"]
+        self._given = [*zip(given.labels(constants), (self._leaves[i] for i in constants), strict=True)]
+        return [*names, *(f"{paths[owner]}.{name}".lstrip(".") for owner, _, name in places)]
 
     def _look(self, roots: list[Any]) -> Reached:
         return Reached([*roots, *(x for x in self._leaves if not isinstance(x, torch.Tensor))], lambda x: True)
@@ -105,98 +112,36 @@ class _Traced(Region):
             self.is_random = self.is_random or mode.has_drawn
             return results
 
-
-class _Site:
-    """What one call, or several that differ in their tensors alone, leads to.
-
-    Attributes:
-        region: The function.
-        reached: What it reaches.
-        compiled: The function of flat tensors.
-    """
-
-    def __init__(self, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any], owner: CompiledFunction) -> None:
-        self.owner, self.region = owner, _Traced(fn, args, kwargs)
-        owner.settings.fixed.update(self.region.names[-1 - len(self.region._registered) :])
-        self.reached = self.region._reached
-        self.compiled = Compiled(self.region, owner.settings, "value", self.region.names)
-        self._state, self._modes = GlobalStateGuard(), tuple(_modes())
-        self._plans: list[tuple[Any, Callable[[list[Tensor]], Sequence[Tensor]]]] = []
-        self._is_known = False
-        with torch.inference_mode(False), temporarily_clear_interpreter_stack():
-            self._no_seed = torch.zeros((), dtype=torch.int64, device=self.region.device)
-
-    def tensors(self) -> list[Tensor] | None:
+    def now(self) -> list[Tensor] | None:
         """What the function reaches, or `None` if that, or torch's state, is not what it was."""
-        if not self._state.check() or (
-            (_C._len_torch_function_stack() or self._modes) and tuple(_modes()) != self._modes
-        ):
+        has_modes = _C._len_torch_function_stack() or self._modes
+        if not self._state.check() or (has_modes and tuple(_modes()) != self._modes):
             return None
         return self.reached.tensors()
 
-    def __call__(self, tensors: list[Tensor]) -> Any:
+    def run(self, tensors: list[Tensor], seed: Tensor | None = None) -> Any:
         """The output, for the tensors of the arguments and those reached."""
-        if _functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
-            with temporarily_clear_interpreter_stack():
-                seed = self._seed()
-            tensors.append(seed)
-            results = recomputed(self.compiled, tensors)
-        else:
-            tensors.append(self._seed())
-            for guard, run in self._plans:
-                if guard.check(*tensors):
-                    results = run(tensors)
-                    break
-            else:
-                results = self._planned(tensors)
-        return self.region.output(tuple(results), tensors)
+        if seed is None:
+            seed = self.drawn() if self.is_random else self._no_seed
+        tensors.append(seed)
+        known = len(self._compiled.joints)
+        results = recomputed(self._compiled, tensors)
+        if len(self._compiled.joints) > known:
+            named = zip(self._compiled.names, tensors, strict=True)
+            layouts = [(name, ([*x.shape], x.dtype, x.stride())) for name, x in named]
+            modes = ("grad mode", torch.is_grad_enabled())
+            self._owner.note([*self._given, *layouts, *self.reached.described(), modes])
+        return self.output(results, tensors)
 
-    def _seed(self) -> Tensor:
-        if self._is_known:
-            return self._drawn() if self.region.is_random else self._no_seed
-        # A function that draws nothing leaves the generators alone.
-        with torch.random.fork_rng([self.region.device] if self.region.device.type == "cuda" else []):
-            return self._drawn()
+    def drawn(self) -> Tensor:
+        """A seed from torch's generator."""
+        with temporarily_clear_interpreter_stack():
+            return torch.empty((), dtype=torch.int64, device=self._device).random_()
 
-    def _drawn(self) -> Tensor:
-        return torch.empty((), dtype=torch.int64, device=self.region.device).random_()
-
-    def settle(self) -> None:
-        """After the first call it is known whether anything was random; then what was drawn aside counts."""
-        self._is_known = True
-        if self.region.is_random:
-            with temporarily_clear_interpreter_stack():
-                self._drawn()
-
-    def _planned(self, tensors: list[Tensor]) -> Sequence[Tensor]:
-        """The results, and a plan for the next call of such tensors."""
-        if self.owner.settings.dynamic:
-            # Its programs serve other sizes.
-            return recomputed(self.compiled, tensors)
-        guard = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
-        compiled, wanted = self.compiled, tuple(i for i, x in enumerate(tensors) if x.requires_grad)
-        if wanted and torch.is_grad_enabled():
-            run = functools.partial(_save, Saved.apply, compiled.halves(tensors, wanted))
-        else:
-            run = functools.partial(_call, compiled.program(tensors))
-        results = run(tensors)
-        self._plans = [(guard, run), *self._plans]
-        described = [
-            (name, ([*x.shape], x.dtype, x.stride())) for name, x in zip(self.region.names, tensors, strict=True)
-        ]
-        self.owner.note(
-            [*self.region.given, *described, *self.reached.described(), ("grad mode", torch.is_grad_enabled())]
-        )
-        return results
-
-
-def _save(apply: Any, halves: Any, tensors: list[Tensor]) -> Sequence[Tensor]:
-    return apply(halves, *tensors)
-
-
-def _call(program: Program, tensors: list[Tensor]) -> Sequence[Tensor]:
-    with torch.no_grad(), _C._DisableAutocast():
-        return program(tensors)
+    def drawn_aside(self) -> Tensor:
+        """One that leaves the generator alone."""
+        with torch.random.fork_rng([self._device] if self._device.type == "cuda" else []):
+            return self.drawn()
 
 
 def _modes() -> Iterator[Any]:
@@ -248,21 +193,22 @@ class CompiledFunction:
         except TypeError:
             raise _unhashable(leaves, args, kwargs) from None
         for site in sites:
-            reached = site.tensors()
+            reached = site.now()
             if reached is not None:
-                return site(tensors + reached)
+                return site.run(tensors + reached)
         return self._first(key, args, kwargs, tensors)
 
     def _first(self, key: Any, args: tuple, kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
         """The first call of its kind; the site is kept if it succeeds."""
-        fn = self.__wrapped__  # type: ignore[attr-defined] - as above
         with LOCK:
-            site = _Site(fn, args, kwargs, self)
-            reached = site.tensors()
+            site = _Site(self, args, kwargs)
+            reached = site.now()
             if reached is None:
                 raise RuntimeError("compile: another thread changes what the function reaches.")
-            output = site(tensors + reached)
-            site.settle()
+            output = site.run(tensors + reached, site.drawn_aside())
+            if site.is_random:
+                # What was drawn aside counts now.
+                site.drawn()
             # Another list: threads go through this one.
             self._sites[key] = [site, *self._sites.get(key, ())]
         return output
@@ -272,12 +218,14 @@ class CompiledFunction:
         before, self._described = self._described, described
         self._num_described += 1
         if self._num_described == _MANY:
+            pairs = ((name, old, new) for (name, old), (_, new) in zip(before, described, strict=False) if old != new)
+            changes = [f"{name} was {old} and is {new}" for name, old, new in pairs]
             _log.warning(
                 "compile: %s has been compiled for %d different calls: %s. Each takes seconds: pass what changes as a "
                 "tensor, keep sizes fixed, or use dynamic=True.",
                 self,
                 _MANY,
-                difference(before, described),
+                changes[0] if changes else "the structure of the arguments, or what the function reaches, differs",
             )
 
     @property
@@ -287,7 +235,7 @@ class CompiledFunction:
 
     def __repr__(self) -> str:
         """The table that is printed."""
-        return table(getattr(self.__wrapped__, "__name__", type(self.__wrapped__).__name__), self.settings.programs)  # type: ignore[attr-defined] - as above
+        return self.settings.table(getattr(self, "__name__", type(self.__wrapped__).__name__))  # type: ignore[attr-defined] - as above
 
     def __reduce__(self) -> tuple[Any, ...]:
         return CompiledFunction, (self.__wrapped__, self.settings.fresh())  # type: ignore[attr-defined] - as above

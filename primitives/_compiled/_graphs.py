@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import logging
 import os
+import textwrap
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -24,14 +25,14 @@ from primitives.tracing._joint.trace import traced
 from primitives.tracing._leaves import Leaves
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch import Tensor
 
     from primitives._core.recomputation import Recomputable
     from primitives.tracing import JointGraph
 
-__all__ = ["LOCK", "Program", "Settings", "joint_graph", "program_of"]
+__all__ = ["LOCK", "Program", "Settings", "cut", "joint_graph", "program_of"]
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _log = logging.getLogger("primitives.compile")
@@ -42,16 +43,7 @@ os.register_at_fork(after_in_child=LOCK._at_fork_reinit)  # type: ignore[attr-de
 
 @dataclasses.dataclass
 class Settings:
-    """The wishes of a user, and the programs that came of them.
-
-    Attributes:
-        backend: As in `torch.compile`.
-        options: Inductor's options.
-        dynamic: Whether sizes are symbols.
-        fixed: Names of parameters and buffers, whose sizes are numbers.
-        programs: What has been compiled, in order.
-        graphs: The joint graphs that it was made of, by name.
-    """
+    """The wishes of a user, and the programs that came of them, with names of tensors whose sizes are numbers."""
 
     backend: Any
     options: dict[str, Any]
@@ -64,21 +56,22 @@ class Settings:
         """The wishes alone."""
         return Settings(self.backend, self.options, self.dynamic)
 
+    def table(self, name: str) -> str:
+        """One line for each program."""
+        rows: list[tuple[str, ...]] = [("program", "inputs", "nodes", "saved bytes", "trace s", "compile s", "calls")]
+        for p in self.programs:
+            seconds, sizes = (f"{x:.1f}" for x in (p.trace_seconds, p.compile_seconds)), textwrap.shorten(p.sizes, 40)
+            rows.append((p.name, sizes, str(p.num_nodes), str(p.saved_bytes), *seconds, str(p.num_calls)))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+        return "\n".join([f"compiled {name}, {len(self.programs)} programs", *lines])
+
 
 @dataclasses.dataclass(eq=False)
 class Program:
     """A compiled graph: `run(values) -> results`, both lists; `run` empties the list that it gets.
 
-    Attributes:
-        run: The compiled code.
-        constants: Tensors from elsewhere that the graph reads: its last inputs.
-        name: Which derivative of the function it computes.
-        sizes: Sizes of the inputs, as text.
-        num_nodes: Operations of the graph that was compiled.
-        saved_bytes: Memory that the backward pass keeps, besides the arguments.
-        trace_seconds: Time to trace; 0 where a graph was there.
-        compile_seconds: Time to compile.
-        num_calls: How often it ran.
+    Its last inputs are `constants`, tensors from elsewhere that the graph reads. The rest is for the table.
     """
 
     run: Callable[[list[Any]], Sequence[Any]]
@@ -120,10 +113,9 @@ def joint_graph(
     wanted: Sequence[int],
     names: Sequence[str],
     settings: Settings,
-) -> tuple[JointGraph, float]:
-    """The joint graph of a function for these sizes, with gradients of those `wanted`; seconds that it took."""
-    start = time.perf_counter()
-    for x, label in zip(tensors, names, strict=True):
+) -> JointGraph:
+    """The joint graph of a function for these sizes, with gradients of those `wanted`."""
+    for label, x in zip(names, tensors, strict=True):
         if x.layout != torch.strided or not (type(x) in _PLAIN or _functorch.is_functorch_wrapped_tensor(x)):
             raise LeafError(
                 f"compile: {label} must be a dense tensor of torch's own type, got {type(x).__name__} of {x.layout}. "
@@ -140,33 +132,67 @@ def joint_graph(
             for i, x in enumerate(tensors)
         )
         is_fixed = [not settings.dynamic or name.split("_dot")[0] in settings.fixed for name in names]
-        axes = [
-            [] if fixed else [k for k, n in enumerate(x.shape) if n > 1]
-            for x, fixed in zip(blanks, is_fixed, strict=True)
-        ]
+        pairs = zip(blanks, is_fixed, strict=True)
+        axes = [[] if fixed else [k for k, n in enumerate(x.shape) if n > 1] for x, fixed in pairs]
         counts = [names[:i].count(name) for i, name in enumerate(names)]
         roots = tuple(f"{name}_{n}" if n else name for name, n in zip(names, counts, strict=True))
         given = Leaves.of(blanks, roots, "")
         joint = traced("compile", lambda *xs: tuple(function(*xs)), given, axes, table=table, pure=True)
     number = sum(key.split(" #")[0] == name for key in settings.graphs)
     settings.graphs[f"{name} #{number + 1}" if number else name] = joint
-    return joint, time.perf_counter() - start
+    return joint
 
 
-def program_of(
-    module: fx.GraphModule, name: str, settings: Settings, *, num_visible: int, seconds: float = 0.0, num_bytes: int = 0
-) -> Program:
-    """The program of a graph, whose first results keep the strides that they were traced with."""
+def cut(
+    module: fx.GraphModule, inputs: Mapping[str, Any], places: Sequence[int], cotangents: Mapping[str, bool]
+) -> fx.GraphModule | None:
+    """Those results of a graph that are at `places`, as a function of `inputs`, names with values in the trace.
+
+    `cotangents` that are not given stand for zeros, and what is computed of these alone is left out; `None` if they
+    meet others but in sums.
+    """
+    graph, nodes = fx.Graph(), {}
+    by_name = {node.name: node for node in module.graph.find_nodes(op="placeholder")}
+    for name, value in inputs.items():
+        nodes[by_name.get(name, name)] = placeholder = graph.placeholder(name)
+        placeholder.meta["val"] = value
+    results: Any = graph.graph_copy(module.graph, nodes)
+    graph.output([results[k] for k in places])
+    graph.eliminate_dead_code()
+    # Whether it is zero, of all that is linear in cotangents.
+    is_zero = {node: not cotangents[node.name] for node in graph.nodes if node.name in cotangents}
+    for node in [*graph.nodes] if any(is_zero.values()) else ():
+        flags = [is_zero[x] for x in node.all_input_nodes if x in is_zero]
+        if not flags:
+            continue
+        is_zero[node] = all(flags)
+        if any(flags) and (node.op == "output" or not is_zero[node]):
+            rest = next((x for x in node.all_input_nodes if not is_zero.get(x)), node)
+            is_sum = node.target is torch.ops.aten.add.Tensor and not node.kwargs
+            if not is_sum or rest.meta["val"].shape != node.meta["val"].shape:
+                return None
+            node.replace_all_uses_with(rest)
+    graph.eliminate_dead_code()
+    for node in graph.find_nodes(op="placeholder"):
+        if node.name not in inputs:
+            graph.erase_node(node)
+    return fx.GraphModule(module, graph)
+
+
+def program_of(module: fx.GraphModule, name: str, settings: Settings, seconds: float, num_bytes: int) -> Program:
+    """The program of a graph, which keeps the strides that were traced."""
     start = time.perf_counter()
     _log.info("compile: %s, %d nodes, traced in %.1f s", name, len(module.graph.nodes), seconds)
     graph = fx_graph_cse(module.graph)
     graph.eliminate_dead_code()
     module = fx.GraphModule(module, graph)
-    constants = _lifted(module)
     fakes = [node.meta["val"] for node in graph.find_nodes(op="placeholder")]
+    mode: Any = _guards.detect_fake_mode(fakes)
+    constants = _lifted(module, mode)
+    fakes += [mode.from_tensor(x, static_shapes=True) for x in constants]
     num_nodes = sum(node.op == "call_function" for node in graph.nodes)
-    with _outside_everything(), torch.no_grad():
-        run = _run_by(settings, module, fakes, num_visible)
+    with _outside_everything(), torch.no_grad(), _guards.tracing(_guards.TracingContext(mode)):
+        run = _run_by(settings, module, fakes, mode)
     sizes = ", ".join(str([*x.shape]) for x in fakes if isinstance(x, torch.Tensor))
     found = Program(run, constants, name, sizes, num_nodes, num_bytes, seconds, time.perf_counter() - start)
     settings.programs.append(found)
@@ -174,61 +200,55 @@ def program_of(
     return found
 
 
-def _lifted(module: fx.GraphModule) -> list[Tensor]:
+def _lifted(module: fx.GraphModule, mode: Any) -> list[Tensor]:
     """Make inputs of the tensors from elsewhere that a graph reads, so that writes to them are seen."""
-    found: dict[str, Tensor] = {}
-    graph, made = module.graph, {}
-    inputs = graph.find_nodes(op="placeholder")
-    first = next(node for node in graph.nodes if node not in inputs)
-    for node in graph.find_nodes(op="get_attr"):
-        value = getattr(module, str(node.target))
-        is_literal = all(user.target is torch.ops.aten.lift_fresh_copy.default for user in node.users)
+    inputs: dict[Any, fx.Node] = {}
+    first = next(node for node in module.graph.nodes if node.op != "placeholder")
+    for node in module.graph.find_nodes(op="get_attr"):
+        value, is_literal = getattr(module, str(node.target)), all(user.target is _LITERAL for user in node.users)
         if not isinstance(value, torch.Tensor) or is_literal:
             continue
-        if node.target not in made:
-            found[str(node.target)] = value
-            with graph.inserting_before(first):
-                made[node.target] = graph.placeholder(f"constant_{len(found)}")
-            mode = _guards.detect_fake_mode([n.meta["val"] for n in graph.nodes if "val" in n.meta])
-            made[node.target].meta["val"] = value if mode is None else mode.from_tensor(value, static_shapes=True)
-        node.replace_all_uses_with(made[node.target])
-        graph.erase_node(node)
+        if node.target not in inputs:
+            with module.graph.inserting_before(first):
+                inputs[node.target] = module.graph.placeholder(f"constant_{len(inputs)}")
+            inputs[node.target].meta["val"] = mode.from_tensor(value, static_shapes=True)
+        node.replace_all_uses_with(inputs[node.target])
+        module.graph.erase_node(node)
     module.recompile()
-    return list(found.values())
+    return [getattr(module, name) for name in inputs]
 
 
-_numbers = itertools.count()
+_LITERAL = torch.ops.aten.lift_fresh_copy.default
 
 
-def _run_by(settings: Settings, module: fx.GraphModule, fakes: list[Any], num_visible: int) -> Callable[[list], Any]:
-    if settings.backend == "eager":
+def _run_by(settings: Settings, module: fx.GraphModule, fakes: list[Any], mode: Any) -> Callable[[list], Any]:
+    backend = settings.backend
+    if backend == "inductor":
+        return _by_inductor(settings.options, module, fakes, mode)
+    if backend == "eager":
         return lambda values: module(*values)
-    mode = _guards.detect_fake_mode(fakes)
-    with _guards.tracing(_guards.TracingContext(mode)):
-        if settings.backend == "inductor":
-            return _by_inductor(settings, module, fakes, num_visible)
-        from torch._dynamo.backends.registry import lookup_backend
+    from torch._dynamo.backends.registry import lookup_backend
 
-        compiled = (lookup_backend(settings.backend) if isinstance(settings.backend, str) else settings.backend)(
-            module, fakes
-        )
+    compiled = (lookup_backend(backend) if isinstance(backend, str) else backend)(module, fakes)
     return lambda values: compiled(*values)
 
 
-def _by_inductor(
-    settings: Settings, module: fx.GraphModule, fakes: list[Any], num_visible: int
-) -> Callable[[list], Any]:
+def _by_inductor(options: dict[str, Any], module: fx.GraphModule, fakes: list[Any], mode: Any) -> Callable[[list], Any]:
     from torch._inductor import compile_fx, config
     from torch._inductor.virtualized import V
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    with config.patch(settings.options), V.set_fake_mode(_guards.detect_fake_mode(fakes)):
+    # Without symbols Inductor looks for no graph on disk.
+    mode.shape_env = mode.shape_env or ShapeEnv()
+    with config.patch(options), V.set_fake_mode(mode):
         device = next((x.device for x in fakes if isinstance(x, torch.Tensor)), torch.device("cpu"))
         module = compile_fx._recursive_joint_graph_passes(module, input_device=device)
         output = module.graph.output_node()
         results: Any = output.args[0]
-        output.meta["user_visible_output_idxs"] = [
-            i for i, node in enumerate(results) if i < num_visible and isinstance(node, fx.Node)
-        ]
+        output.meta["user_visible_output_idxs"] = [i for i, x in enumerate(results) if isinstance(x, fx.Node)]
         code = compile_fx.compile_fx_inner(module, fakes, graph_id=next(_numbers), is_inference=True)
     # Around it torch counts calls, for as long as a small program runs.
     return getattr(code, "current_callable", None) or code
+
+
+_numbers = itertools.count()

@@ -1,7 +1,7 @@
 """Functions of tensors of which nothing is kept but the arguments: whoever differentiates them computes them again.
 
 At every order and level: what a derivative needs is another function of the kind, of the arguments, and of tangents or
-cotangents.
+cotangents. A function may keep more, for a backward pass that is not differentiated itself: its last results.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     Tensors = tuple[Tensor, ...]
 
-__all__ = ["Batched", "Derived", "Pullback", "Pushforward", "Recomputable", "pushed", "recomputed"]
+__all__ = ["Batched", "Derived", "Pullback", "Pushforward", "Recomputable", "recomputed", "recorded_here"]
 
 
 class Recomputable:
@@ -47,6 +47,13 @@ class Recomputable:
         """Places of results without derivative, whatever they are computed of."""
         return frozenset()
 
+    # Number of results, the last ones and constants, that `resumed` reads.
+    num_kept = 0
+
+    def resumed(self, num_tensors: int, wanted: Sequence[int], given: Sequence[int]) -> Recomputable:
+        """The pullback, which gets what was kept behind its arguments, and has derivatives in these alone."""
+        return self.pullback(num_tensors, wanted, given)
+
     # Its derivatives, of which some kinds know a better way.
 
     def pushforward(self, num_tensors: int, moving: Sequence[int]) -> Derived:
@@ -61,20 +68,21 @@ class Recomputable:
         """The function, mapped over batch axes; results have theirs first."""
         return Batched(self, in_dims, randomness)
 
-    def recorded(self, tensors: Sequence[Tensor]) -> Tensors:
+    def recorded(self, tensors: Sequence[Tensor], kept: Sequence[Any] = ()) -> Tensors:
         """The results, where the levels of reverse mode and `vmap` that are open take part."""
-        return _Recomputed.apply(self, *tensors)
+        return _Recomputed.apply(self, len(tensors), *tensors, *kept)
 
 
-def recomputed(function: Recomputable, tensors: Sequence[Tensor]) -> Tensors:
-    """`function(*tensors)`, computed again by whoever differentiates it: here, or further out.
+def recomputed(function: Recomputable, tensors: Sequence[Tensor], kept: Sequence[Any] = ()) -> Tensors:
+    """`function(*tensors, *kept)`, computed again by whoever differentiates it: here, or further out.
 
-    It may be called by a user or a rule, and by what an operator runs at a level that it has been dispatched to.
+    The derivatives of the function are functions of `tensors` alone. It may be called by a user or a rule, and by what
+    an operator runs at a level that it has been dispatched to.
     """
     interpreter = _functorch.peek_interpreter_stack()
     if interpreter is None:
         if _C._dispatch_tls_is_dispatch_key_excluded(_C.DispatchKey.AutogradOther):
-            return function(*tensors)
+            return function(*tensors, *kept)
         may_move = forward_ad._current_level >= 0
     else:
         may_move = interpreter.key() == _functorch.TransformType.Jvp
@@ -90,10 +98,10 @@ def recomputed(function: Recomputable, tensors: Sequence[Tensor]) -> Tensors:
             return tuple(y if y_dot is None else _make_dual(y, y_dot) for y, y_dot in pairs)
     if is_entered:
         # No transform can be entered twice: it keeps what it sees. That of forward mode sees nothing that moves.
-        return function(*tensors)
+        return function(*tensors, *kept)
     if interpreter is None and not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
-        return function(*tensors)
-    return function.recorded(tensors)
+        return function(*tensors, *kept)
+    return function.recorded(tensors, kept)
 
 
 def _make_dual(y: Tensor, y_dot: Tensor) -> Tensor:
@@ -145,49 +153,72 @@ _EXCLUDED_WITHIN = functools.reduce(
 )
 
 
-def _forward(function: Any, *tensors: Tensor) -> Tensors:
-    return recomputed(function, tensors)
+def recorded_here(function: Recomputable, tensors: Sequence[Tensor]) -> Tensors:
+    """The results without what is kept, where no transform is around: faster than `recorded`."""
+    return _Here.apply(function, len(tensors), *tensors)
+
+
+def _forward_here(ctx: Any, function: Recomputable, num: int, *tensors: Tensor) -> Tensors:
+    output = function(*tensors)
+    results = output[: len(output) - function.num_kept]
+    _save(ctx, (function, num, *tensors), output, results)
+    return results
+
+
+def _forward(function: Recomputable, num: int, *values: Any) -> Tensors:
+    output = recomputed(function, values[:num], values[num:])
+    if not function.num_kept:
+        return output
+    # What is kept, a constant, has to be another tensor than any argument or result.
+    results, kept = output[: -function.num_kept], output[-function.num_kept :]
+    others = {*map(id, (*values, *results))}
+    return *results, *(y.detach() if id(y) in others else y for y in kept)
 
 
 def _setup_context(ctx: Any, inputs: tuple, output: Tensors) -> None:
-    ctx.function, *tensors = inputs
+    _save(ctx, inputs, output, output)
+    ctx.save_for_forward(*inputs[2 : 2 + ctx.num])
+
+
+def _save(ctx: Any, inputs: tuple, output: Tensors, results: Tensors) -> None:
+    ctx.function, ctx.num, *values = inputs
+    ctx.num_values, tensors = len(values), values[: ctx.num]
     # The buffers of the caller are about to be written.
     for i in ctx.function.changed:
         tensors[i] = tensors[i].clone()
-    ctx.save_for_backward(*tensors)
-    ctx.save_for_forward(*tensors)
+    kept = output[len(output) - ctx.function.num_kept :]
+    # Sizes come last.
+    ctx.numbers = [x for x in kept if not isinstance(x, torch.Tensor)]
+    ctx.save_for_backward(*tensors, *kept[: len(kept) - len(ctx.numbers)])
     ctx.set_materialize_grads(False)
-    constants = ctx.function.constants
-    ctx.mark_non_differentiable(*[y for k, y in enumerate(output) if k in constants or not has_derivatives(y.dtype)])
+    constants, ys = ctx.function.constants, results[: len(output) - len(ctx.numbers)]
+    ctx.mark_non_differentiable(*[y for k, y in enumerate(ys) if k in constants or not has_derivatives(y.dtype)])
 
 
 def _backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
-    tensors = ctx.saved_tensors
-    wanted = [i for i in range(len(tensors)) if ctx.needs_input_grad[1 + i]]
-    given = [k for k, y_bar in enumerate(cotangents) if y_bar is not None]
-    bars: list[Any] = [None] * len(tensors)
+    num, saved = ctx.num, ctx.saved_tensors
+    wanted = tuple([i for i, needs in enumerate(ctx.needs_input_grad[2 : 2 + num]) if needs])
+    given = tuple([k for k, y_bar in enumerate(cotangents) if y_bar is not None])
+    bars: list[Any] = [None] * ctx.num_values
     if given and wanted:
-        pullback = ctx.function.pullback(len(tensors), wanted, given)
-        found = recomputed(pullback, [*tensors, *(cotangents[k] for k in given)])  # type: ignore[list-item] - those given
+        function = ctx.function.resumed(num, wanted, given)
+        given_bars: Any = [cotangents[k] for k in given]
+        found = recomputed(function, [*saved[:num], *given_bars], [*saved[num:], *ctx.numbers])
         for i, bar in zip(wanted, found, strict=True):
             bars[i] = bar
-    return None, *bars
+    return None, None, *bars
 
 
 def _jvp(ctx: Any, *tangents: Any) -> tuple[Tensor | None, ...]:
-    return pushed(ctx.function, [unpack_dual(x)[0] for x in ctx.saved_tensors], tangents[1:])
-
-
-def pushed(function: Recomputable, tensors: Sequence[Tensor], tangents: Sequence[Any]) -> tuple[Tensor | None, ...]:
-    """Tangents of the results."""
+    tensors, tangents = [unpack_dual(x)[0] for x in ctx.saved_tensors], tangents[2 : 2 + ctx.num]
     moving = [i for i, x_dot in enumerate(tangents) if x_dot is not None]
-    pushforward = function.pushforward(len(tensors), moving)
-    return pushforward.tangents(recomputed(pushforward, [*tensors, *(tangents[i] for i in moving)]))
+    pushforward = ctx.function.pushforward(len(tensors), moving)
+    results = pushforward.tangents(recomputed(pushforward, [*tensors, *(tangents[i] for i in moving)]))
+    return *results, *[None] * ctx.function.num_kept
 
 
-def _vmap(info: Any, in_dims: tuple, *args: Any) -> tuple[Any, Any]:
-    function, *tensors = args
-    results = recomputed(function.batched(in_dims[1:], info.randomness), tensors)
+def _vmap(info: Any, in_dims: tuple, function: Any, num: int, *values: Any) -> tuple[Any, Any]:
+    results = recomputed(function.batched(in_dims[2:], info.randomness), values[:num], values[num:])
     return results, (0,) * len(results)
 
 
@@ -201,6 +232,9 @@ _Recomputed = function_class(
     jvp=_jvp,
     vmap=_vmap,
 )
+
+
+_Here = function_class("Recomputed", forward=_forward_here, backward=_backward)
 
 
 class Derived(Recomputable):

@@ -29,8 +29,8 @@ def checkpoint(fn: Callable[_P, _R], /, *args: _P.args, **kwargs: _P.kwargs) -> 
 
     Args:
         fn: Function of pytrees, whose tensors are its arguments and the parameters and buffers of modules: `fn` itself,
-            or what it reaches by its closure, its globals, `functools.partial` or as a method. Buffers that it changes
-            are changed once. Attributes that a module assigns are forgotten.
+            or what it reaches by its closure, its globals, attributes of objects, or `functools.partial`. Buffers that
+            it changes are changed once. Attributes that a module assigns are forgotten.
         *args: Its arguments.
         **kwargs: Its keyword arguments.
 

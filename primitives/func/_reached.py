@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import types
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,14 +19,14 @@ __all__ = ["Reached"]
 
 
 class _Place(NamedTuple):
-    """Where a function finds a value: a cell, a key of a dict or list, or an attribute of a module."""
+    """Where a function finds a value: a cell, a key, an attribute of a module, or an entry of the tuple in a place."""
 
     holder: Any
     key: Any
 
     def get(self) -> Any:
         """The value; `None` where there is none."""
-        with contextlib.suppress(ValueError, LookupError):
+        with contextlib.suppress(ValueError, LookupError, TypeError):
             return self.holder.cell_contents if self.key is _CELL else self._items()[self.key]
         return None
 
@@ -33,11 +34,22 @@ class _Place(NamedTuple):
         """Exchange the value."""
         if self.key is _CELL:
             self.holder.cell_contents = value
+        elif isinstance(self.holder, _Place):
+            old = self._items()
+            entries = [*old[: self.key], value, *old[self.key + 1 :]]
+            self.holder.put(getattr(old, "_make", type(old))(entries))
         else:
             self._items()[self.key] = value
 
     def _items(self) -> Any:
+        if isinstance(self.holder, _Place):
+            return self.holder.get()
         return vars(self.holder) if isinstance(self.holder, torch.nn.Module) else self.holder
+
+    @property
+    def outermost(self) -> _Place:
+        """The place that is exchanged, also where a tuple is made anew."""
+        return self.holder.outermost if isinstance(self.holder, _Place) else self
 
 
 _CELL = object()
@@ -73,28 +85,43 @@ class Reached:
 
     def _walk(self, roots: Sequence[Any], takes: Callable[[Tensor], bool]) -> list[nn.Module]:
         modules: list[nn.Module] = []
-        stack, seen = [*roots], {}
+        # What was seen is held, or another object could get its number.
+        stack, seen, names, objects = [*roots], {}, {}, []
         while stack:
             x = stack.pop()
-            if id(x) in seen:
-                continue
-            seen[id(x)] = x  # held, or another object could get its number
-            if isinstance(x, torch.nn.Module):
-                modules.append(x)
-                held = [(owner, *pair) for owner in x.modules() for pair in vars(owner).items()]
-                stack += [_Place(owner, name) for owner, name, value in held if isinstance(value, torch.Tensor)]
-            elif isinstance(x, _Place):
-                value = x.get()
-                if isinstance(value, torch.Tensor):
-                    if takes(value):
-                        self.places.append(x)
-                    continue
-                stack.append(value)
-                if isinstance(x.holder, types.CellType) or isinstance(value, _LINKED):
-                    self._links.append((x, value))
-            else:
-                stack += _next(x)
+            key = (id(x.holder), x.key) if isinstance(x, _Place) else id(x)
+            if key not in seen:
+                seen[key] = x
+                if isinstance(x, torch.nn.Module):
+                    modules.append(x)
+                    held = [(owner, *pair) for owner in x.modules() for pair in vars(owner).items()]
+                    stack += [_Place(owner, name) for owner, name, value in held if isinstance(value, torch.Tensor)]
+                elif isinstance(x, _Place):
+                    stack += self._at(x, takes)
+                elif isinstance(x, types.FunctionType):
+                    stack += _next(x)
+                    names |= dict.fromkeys(_names(x.__code__))
+                else:
+                    stack += _next(x)
+                    objects += [x] * _has_attributes(x)
+            if not stack:
+                # Attributes of objects, as far as any code reads some of that name.
+                pairs = [(x, name) for x in objects for name in names]
+                found = [_Place(vars(x), name) for x, name in pairs if name in vars(x)]
+                stack += [place for place in found if (id(place.holder), place.key) not in seen]
+                methods = [inspect.getattr_static(type(x), name, None) for x, name in pairs]
+                stack += [m for m in methods if isinstance(m, types.FunctionType) and id(m) not in seen]
         return modules
+
+    def _at(self, place: _Place, takes: Callable[[Tensor], bool]) -> list[Any]:
+        """Where the value of a place leads."""
+        value = place.get()
+        if isinstance(value, torch.Tensor):
+            self.places += [place] * takes(value)
+            return []
+        if isinstance(place.holder, types.CellType) or isinstance(value, _LINKED):
+            self._links.append((place, value))
+        return [_Place(place, i) for i in range(len(value))] if isinstance(value, tuple) else [value]
 
     def _state_now(self) -> tuple[list[Any], ...]:
         """What decides how the modules run, beside their tensors."""
@@ -108,7 +135,7 @@ class Reached:
     def tensors(self) -> list[Tensor] | None:
         """The tensors in `places`, then parameters and buffers, as they are now; `None` if what is reached changed."""
         for place, value in self._links:
-            if place.get() is not value:
+            if (now := place.get()) is not value and not _serves(now, value):
                 return None
         if self._state_now() != self._state:
             return None
@@ -131,13 +158,14 @@ class Reached:
     @contextlib.contextmanager
     def holding(self, values: Sequence[Tensor]) -> Iterator[None]:
         """Context in which `places` hold other values."""
-        originals = [place.get() for place in self.places]
+        outermost = [place.outermost for place in self.places]
+        originals = [place.get() for place in outermost]
         try:
             for place, value in zip(self.places, values, strict=True):
                 place.put(value)
             yield
         finally:
-            for place, original in zip(self.places, originals, strict=True):
+            for place, original in zip(outermost, originals, strict=True):
                 place.put(original)
 
 
@@ -145,12 +173,19 @@ class Reached:
 _LINKED = (torch.nn.Module, types.FunctionType, functools.partial, list, tuple, dict, int, float, str, type(None))
 
 
+def _serves(x: Any, y: Any) -> bool:
+    """Whether a value may stand for another: entries of tuples are places of their own."""
+    if type(x) is not type(y) or not isinstance(x, (tuple, int, float, str)):
+        return False
+    return len(x) == len(y) if isinstance(x, tuple) else repr(x) == repr(y)
+
+
 def _next(x: Any) -> list[Any]:
     """Where a function, or a container that it reaches, leads."""
     if isinstance(x, functools.partial):
         return [x.func, *x.args, *x.keywords.values()]
     if isinstance(x, types.MethodType):
-        return [x.__self__, x.__func__, *_attributes(x)]
+        return [x.__self__, x.__func__]
     if isinstance(x, (list, dict)):
         return [_Place(x, key) for key in (x if isinstance(x, dict) else range(len(x)))]
     if isinstance(x, tuple):
@@ -161,7 +196,8 @@ def _next(x: Any) -> list[Any]:
         return [*variables, *(_Place(cell, _CELL) for cell in x.__closure__ or ()), *defaults]
     # What stands for a function.
     wrapped = getattr(x, "__wrapped__", None) if callable(x) and not isinstance(x, type) else None
-    return [] if wrapped is None else [wrapped]
+    call = inspect.getattr_static(type(x), "__call__", None) if _has_attributes(x) else None
+    return [each for each in (wrapped, call) if each is not None]
 
 
 def _names(code: types.CodeType) -> list[str]:
@@ -170,10 +206,7 @@ def _names(code: types.CodeType) -> list[str]:
     return list(dict.fromkeys([*code.co_names, *inner]))
 
 
-def _attributes(method: types.MethodType) -> list[_Place]:
-    """Those attributes of an object, other than a module, that its method names."""
-    held = getattr(method.__self__, "__dict__", None)
-    if not isinstance(held, dict) or isinstance(method.__self__, torch.nn.Module):
-        return []
-    code = getattr(method.__func__, "__code__", None)
-    return [] if code is None else [_Place(held, name) for name in _names(code) if name in held]
+def _has_attributes(x: Any) -> bool:
+    """Whether `x` is an object of a class of somebody's, in whose attributes a function may find values."""
+    no_objects = torch.Tensor, type, types.ModuleType, types.MethodType, functools.partial
+    return isinstance(getattr(x, "__dict__", None), dict) and not isinstance(x, no_objects)

@@ -35,6 +35,7 @@ TorchDispatchMode = _python_dispatch.TorchDispatchMode
 is_wrapper_subclass = _python_dispatch.is_traceable_wrapper_subclass
 leaves_of = _pytree.arg_tree_leaves
 dispatch_modes = _python_dispatch._get_current_dispatch_mode_stack
+without_modes = _python_dispatch._disable_current_modes
 function_modes = overrides._get_current_function_mode_stack
 with_tensors = stateless._reparametrize_module
 # The names by which `torch.utils.checkpoint` looks up its machinery, of a region and of one of the reentrant kind.
@@ -233,7 +234,7 @@ def constant_value(x: Tensor) -> Tensor | None:
                 raise LookupError
         return values[node]
 
-    with contextlib.suppress(LookupError), _python_dispatch._disable_current_modes(), torch.no_grad():
+    with contextlib.suppress(LookupError), without_modes(), torch.no_grad():
         return compute(slot.proxy.node)
     return None
 

@@ -27,6 +27,7 @@ _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined] - a getset d
 _READS = frozenset({torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__, torch.Tensor.__dlpack__})
 # They ask for the one value of a tensor, which is known where only constants take part.
 _VALUES = frozenset(getattr(torch.Tensor, name) for name in ("item", "__bool__", "__int__", "__float__", "__index__"))
+_INDEXED = frozenset({torch.Tensor.__getitem__, torch.Tensor.__setitem__})
 # They read tensors inside lists.
 _FACTORIES = frozenset({torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor})
 
@@ -54,6 +55,17 @@ def written_by(func: Any, args: tuple, kwargs: dict[str, Any]) -> list[Any]:
     return [x for x in torch_private.leaves_of(*values) if x is not None] if slots else []
 
 
+def _without_masks(index: Any) -> Any:
+    """An index with the places that constant masks stand for, which a backward pass would have to ask for."""
+    found = []
+    for x in index if isinstance(index, tuple) else (index,):
+        is_mask = isinstance(x, torch.Tensor) and x.dtype == torch.bool and x.dim()
+        value = torch_private.constant_value(x) if is_mask else None
+        with torch_private.without_modes():
+            found += [x] if value is None else value.nonzero(as_tuple=True)
+    return tuple(found)
+
+
 class UserCalls(TorchFunctionMode):
     """Context that refuses, in a trace, those calls of the user of which nothing below Python hears."""
 
@@ -73,6 +85,8 @@ class UserCalls(TorchFunctionMode):
         read = args[:1] if func in _READS else torch_private.leaves_of(*lists)
         if func in _VALUES and (value := torch_private.constant_value(args[0])) is not None:
             return func(value)
+        if func in _INDEXED:
+            args = (args[0], _without_masks(args[1]), *args[2:])
         if any(isinstance(x, torch.Tensor) and torch_private.is_computed(x) for x in read):
             raise values_needed(self._function, f"{func.__name__}()", current_line())
         return func(*args, **kwargs)

@@ -123,20 +123,27 @@ def test_variables():
     same(compiled(X), held(X))
 
 
-def test_objects_whose_methods_are_compiled():
-    class Trainer:
-        def __init__(self):
-            self.net, self.scale = mlp(), data(1, seed=3)
+class Trainer:
+    def __init__(self):
+        self.net, self.scale, self.held = mlp(), data(1, seed=3), (data(1, seed=4), 2.0)
 
-        def loss(self, x):
-            return (self.scale * self.net(x)).square().sum()
+    def loss(self, x):
+        return (self.scale * self.net(x) + self.held[0] * self.held[1]).square().sum()
 
+    __call__ = loss
+
+
+@pytest.mark.parametrize("way", ["method", "call", "attribute", "list"])
+def test_objects(way):
     trainer = Trainer()
     methods = [trainer.loss]
-    for step in (plainly(trainer.loss), plainly(lambda x: methods[0](x))):
-        for _ in range(2):
-            same(gradients(trainer.net, step(X)), gradients(trainer.net, trainer.loss(X)))
-            trainer.scale = trainer.scale * 2
+    ways = {"method": trainer.loss, "call": trainer, "attribute": lambda x: trainer.loss(x)}
+    step = plainly(ways.get(way, lambda x: methods[0](x)))
+    for held in (trainer.held, (data(1, seed=5), 2.0), (data(1, seed=5), 3.0)):
+        trainer.scale, trainer.held = trainer.scale * 2, held
+        same(gradients(trainer.net, step(X)), gradients(trainer.net, trainer.loss(X)))
+    assert trainer.held is held
+    assert len(step.settings.programs) == 4, "tensors are arguments, numbers are not"
 
 
 def test_sizes_dtypes_layouts_and_constants():
@@ -168,6 +175,17 @@ def test_outputs_that_share_memory():
     same(torch.autograd.grad(loss, x), 2 * X + 5)
 
 
+def test_strides_of_outputs_and_cotangents():
+    function = plainly(lambda x: x.T.sin())
+    x, y_bar = X.clone().requires_grad_(), data(3, 6, seed=7)
+    for given in (y_bar, data(6, 3, seed=7).T, y_bar[:, :1].expand(3, 6)):
+        same(torch.autograd.grad(function(x), x, given), given.T * X.cos())
+        found = torch.func.vmap(lambda b: torch.func.vjp(function, X)[1](b)[0])(
+            torch.stack([given, y_bar], -1).movedim(-1, 0)
+        )
+        same(found, torch.stack([given.T * X.cos(), y_bar.T * X.cos()]))
+
+
 def test_some_outputs_and_some_gradients():
     compiled = plainly(lambda x, y: (x.sin() * y, y.cos(), (x * y).detach()))
     x, y = X.clone().requires_grad_(), X.clone().requires_grad_()
@@ -181,6 +199,34 @@ def test_some_outputs_and_some_gradients():
     loss.backward(retain_graph=True)
     loss.backward()
     same(x.grad, 4 * X)
+
+
+def test_outputs_that_get_no_cotangent():
+    """Their derivatives take no part: here they are infinite."""
+    function = plainly(lambda x: (x.sqrt(), x * 2, torch.cat([x.exp(), x])))
+    for k in (1, 2):
+        x = torch.zeros(3, dtype=torch.float64, requires_grad=True)
+        (x_bar,) = torch.autograd.grad(function(x)[k].sum(), x)
+        same(x_bar, torch.full_like(x, 2))
+
+
+def test_tangents_of_cotangents():
+    net, found = mlp(), []
+    for model in (net, plainly(net)):
+        with forward_ad.dual_level():
+            x = X.clone().requires_grad_()
+            y_bar = forward_ad.make_dual(data(6, 1, seed=5), data(6, 1, seed=6))
+            (x_bar,) = torch.autograd.grad(model(x), x, y_bar)
+            found.append([y.detach() for y in forward_ad.unpack_dual(x_bar)])
+    same(*found)
+
+
+def test_per_sample_gradients_of_any_number():
+    net = mlp()
+    loss = plainly(lambda x: net(x).square().sum(), dynamic=True)
+    for n in (6, 4):
+        found, truth = (torch.func.vmap(torch.func.grad(f))(data(n, 2, 3)) for f in (loss, loss.__wrapped__))
+        same(found, truth)
 
 
 def test_dropout():

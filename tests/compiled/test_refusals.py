@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import primitives as pr
-from primitives._compiled import _derivatives, _saved
+from primitives._compiled import _derivatives
 from primitives._core import recomputation
 from tests.compiled.support import data, gradients, mlp, plainly, same
 
@@ -40,6 +40,14 @@ def test_values_of_constants_may_be_asked():
         return x * 2 if mask.any() else x
 
     same(plainly(function)(X), 2 * X)
+
+    def masked(x):
+        y = x.clone()
+        y[torch.tensor([True, False, True, True]), :2] = y.sum()
+        return y[torch.tensor([True, True, False, False])].square().sum()
+
+    x = X.clone().requires_grad_()
+    same(torch.autograd.grad(plainly(masked)(x), x), torch.autograd.grad(masked(x), x))
 
 
 HELD = torch.zeros(3, dtype=torch.float64)
@@ -103,30 +111,30 @@ def is_caught(loss):
 
 
 def changed_saved_value(patch):
-    save = _saved._save
-    patch.setattr(
-        _saved,
-        "_save",
-        lambda ctx, halves, tensors, out: save(
-            ctx, halves, tensors, [*out[: halves.num], *(2 * y for y in out[halves.num :])]
-        ),
-    )
+    run = _derivatives.Joint.__call__
+
+    def changed(self, *tensors):
+        results = run(self, *tensors)
+        return *results[: self.num], *(2 * y for y in results[self.num :])
+
+    patch.setattr(_derivatives.Joint, "__call__", changed)
 
 
 def stale_parameter(patch):
-    run = _derivatives.Halves.backward
+    run = _derivatives.Resumed.__call__
     patch.setattr(
-        _derivatives.Halves,
-        "backward",
-        lambda self, values, *flags: run(self, (values[0], *(2 * y for y in values[1:7]), *values[7:]), *flags),
+        _derivatives.Resumed,
+        "__call__",
+        lambda self, x, *values: run(self, x, *(2 * y for y in values[:6]), *values[6:]),
     )
 
 
 def wrong_order_of_recomputation(patch):
+    pullback = _derivatives.Compiled.pullback
     patch.setattr(
         _derivatives.Compiled,
         "pullback",
-        lambda self, num, wanted, given: recomputation.Pullback(self, num, wanted[::-1], given),
+        lambda self, num, wanted, given: pullback(self, num, wanted[::-1], given),
     )
 
 
@@ -140,7 +148,7 @@ def dropped_tangent(patch):
 
 
 def other_sizes(patch):
-    patch.setattr(_derivatives, "_meta", lambda x: x.dim())
+    patch.setattr(_derivatives, "_layout", lambda x, settings: x.dim())
 
 
 def of_two_sizes(model):

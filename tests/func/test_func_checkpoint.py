@@ -268,12 +268,25 @@ class Holder:
         self.x = x
 
 
+class Unknown:
+    __slots__ = ("x",)
+
+    def __init__(self, x):
+        self.x = x
+
+
+def test_attributes_of_captured_objects_are_known():
+    held = Holder(data(4).requires_grad_())
+    (x_bar,) = torch.autograd.grad(checkpoint(lambda x: x * held.x, X).sum(), held.x)
+    torch.testing.assert_close(x_bar, X.sum_to_size(x_bar.shape))
+
+
 def test_tensors_that_a_region_cannot_know_are_refused():
     def within(x):
-        held = Holder(x * 2)
+        held = Unknown(x * 2)
         return checkpoint(lambda x: x * held.x, x).sum()
 
-    held = Holder(data(4).requires_grad_())
+    held = Unknown(data(4).requires_grad_())
     for call in (lambda: checkpoint(lambda x: x * held.x, X.clone().requires_grad_()), lambda: grad(within)(X)):
         with pytest.raises(pr.LeafError, match="Pass it as an argument"):
             call()

@@ -137,7 +137,8 @@ def traced(
 ) -> JointGraph:
     """The joint graph of `fn` at the leaves `given`, which may all be constants, with symbols for the sizes of `axes`.
 
-    With `pure`, `fn` must not write to what it is given, and what it returns shares no memory with that.
+    With `pure`, `fn` must not write to what it is given, what it returns shares no memory with that, and cotangents are
+    contiguous.
     """
     places = tuple(i for i, x in enumerate(given.values) if isinstance(x, torch.Tensor))
     tensors = [given.values[i] for i in places]
@@ -226,7 +227,10 @@ def _run(
             taken = [0]
         else:
             signature.with_cotangent = tuple(taken)
-        return outs, [_stand_in(y, is_loss=no_cotangents) if i in taken else None for i, y in enumerate(outs.values)]
+        layout = torch.contiguous_format if pure else torch.preserve_format
+        return outs, [
+            _stand_in(y, layout, is_loss=no_cotangents) if i in taken else None for i, y in enumerate(outs.values)
+        ]
 
     _, bars = run_joint(function, fn, given, leaves, used, cotangents_of, captures=False, modes=random)
     signature.gradient_places = tuple(i for i, bar in enumerate(bars) if bar is not None)
@@ -253,10 +257,13 @@ def _apart(values: Sequence[Any], others: Sequence[Any]) -> list[Any]:
     return found
 
 
-def _stand_in(y: Tensor, *, is_loss: bool) -> Tensor:
+def _stand_in(y: Tensor, layout: torch.memory_format, *, is_loss: bool) -> Tensor:
     """A tensor whose node becomes an input of the graph, or the cotangent of a loss."""
     with torch.no_grad():
-        made = torch.full(y.shape, 1, dtype=y.dtype, device=y.device) if is_loss else torch.empty_like(y)
+        if is_loss:
+            made = torch.full(y.shape, 1, dtype=y.dtype, device=y.device)
+        else:
+            made = torch.empty_like(y, memory_format=layout)
     torch_private.node_of(made).meta[ROLE] = SEED if is_loss else COTANGENT
     return made
 
