@@ -29,7 +29,7 @@ import torch.distributed as dist
 from primitives._core import Primitive
 from primitives._core.errors import CommunicationError
 from primitives.ops.norms.batch_norm_eval import batch_norm_eval_bwd_p, batch_norm_eval_jvp_p, batch_norm_eval_p
-from primitives.ops.norms.channels import arranged, per_channel
+from primitives.ops.norms.channels import contiguous_like, per_channel
 from primitives.ops.rules import accumulation_dtype, batch_all, fold_batch
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def _merged(x: Tensor, batch_ndim: int, group: str, world: int) -> tuple[Tensor,
 def _sync_batch_norm_reference(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, batch_ndim: int, eps: float, group: str, world: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    wide = arranged(x, x, batch_ndim).to(accumulation_dtype(x.dtype))
+    wide = contiguous_like(x, x, batch_ndim).to(accumulation_dtype(x.dtype))
     mean, var, count = _merged(wide, batch_ndim, group, world)
     return batch_norm_eval_p(x, weight, bias, mean, var, batch_ndim, eps), mean, var, count
 

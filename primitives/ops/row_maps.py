@@ -17,7 +17,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from primitives._core import Primitive, value_and_jvp
-from primitives.ops.rules import accumulation_dtype, batch_all, bind_kernels, called, second_order, unwanted
+from primitives.ops.rules import accumulation_dtype, batch_all, bind_kernels, called, empty_output, second_order
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -117,7 +117,7 @@ class RowMap:
         k = self._kept
         formulas = (self._jvp, "x_dot", k), (self._along_k, "y_bar", k, "x_dot"), (self._bwd, "y_bar", k)
         return tuple(
-            self._run(formula, given, *names).to(given[like].dtype) if want else unwanted(given[k])
+            self._run(formula, given, *names).to(given[like].dtype) if want else empty_output(given[k])
             for like, (formula, *names), want in zip(("y_bar", k, "x_dot"), formulas, given["wanted"], strict=True)
         )
 

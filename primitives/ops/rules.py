@@ -28,7 +28,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def unwanted(x: Tensor) -> Tensor:
+def empty_output(x: Tensor) -> Tensor:
     """Stands for an output that was not asked for: no elements, the dtype and device of `x`."""
     return x.new_empty(0)
 
@@ -37,7 +37,7 @@ def unwanted(x: Tensor) -> Tensor:
 CHANNELS_LAST = 2
 
 
-def laid_out(v: Tensor, grouped: int) -> Tensor:
+def with_layout(v: Tensor, grouped: int) -> Tensor:
     """`v`, of the shape of x `[..., groups, channels, positions]` where x is `grouped`, in the order of its memory."""
     return v.movedim(-1, -3).contiguous().movedim(-3, -1) if grouped == CHANNELS_LAST else v.contiguous()
 
@@ -53,7 +53,7 @@ def weight_beside(bias: Tensor | None, weight: Tensor | None, x: Tensor) -> Tens
 
 
 def of_wanted(cotangents: Sequence[Tensor | None], wanted: Sequence[bool]) -> list[Tensor | None]:
-    """The cotangents of the outputs that were computed: those of stand-ins (`unwanted`) mean nothing."""
+    """The cotangents of the outputs that were computed: those of stand-ins (`empty_output`) mean nothing."""
     return [bar if want else None for bar, want in zip(cotangents, wanted, strict=True)]
 
 

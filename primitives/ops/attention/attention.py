@@ -38,7 +38,7 @@ from primitives._core import Primitive
 from primitives.ops.attention.blocks import in_blocks
 from primitives.ops.attention.cpu_attention import flash, flash_bwd
 from primitives.ops.attention.rows import Problem, Rows, flipped, noised
-from primitives.ops.rules import accumulation_dtype, batch_all, bind_kernels, first_order, unwanted
+from primitives.ops.rules import accumulation_dtype, batch_all, bind_kernels, empty_output, first_order
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -199,7 +199,7 @@ def _attention_bwd_fake(
     o_bar: Any, lse_bar: Any, q: Tensor, k: Tensor, v: Tensor, bias: Any, *rest: Any
 ) -> tuple[Tensor, ...]:
     made: Any = (*[empty_rows(x, x.shape[-1]) for x in (q, k, v)], None if bias is None else bias.new_empty(bias.shape))
-    return tuple(x if want else unwanted(q) for x, want in zip(made, rest[-1], strict=True))
+    return tuple(x if want else empty_output(q) for x, want in zip(made, rest[-1], strict=True))
 
 
 @attention_jvp_p.def_fake
@@ -220,8 +220,8 @@ def _attention_bwd_cpu(*args: Any) -> tuple[Tensor, ...]:
     served = None if wanted[3] else flash_bwd(problem)
     if served is None:
         return bwd(problem, wanted)
-    bars = [x if want else unwanted(problem.q) for x, want in zip(served, wanted, strict=False)]
-    return (*bars, unwanted(problem.q))
+    bars = [x if want else empty_output(problem.q) for x, want in zip(served, wanted, strict=False)]
+    return (*bars, empty_output(problem.q))
 
 
 def _attention_jvp_cpu(*args: Any) -> tuple[Tensor, ...]:

@@ -11,7 +11,7 @@ import torch
 from primitives._core.recomputation import Recomputable, recomputed
 from primitives.ops.attention.rows import OF_KEYS, PAIRS, STREAMS, TENSORS, Problem, Rows, row_major
 from primitives.ops.dropout.words import WORDS_PER_BLOCK
-from primitives.ops.rules import unwanted
+from primitives.ops.rules import empty_output
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -77,7 +77,7 @@ def in_blocks(
     Returns:
         The results, in the dtype of q, statistics in that of sums.
     """
-    results = [unwanted(problem.q) for _ in kinds]
+    results = [empty_output(problem.q) for _ in kinds]
     places = [i for i, want in enumerate(wanted) if want]
     if places:
         found = _in_parts(_prepared(problem), function, kinds, wanted, 0)

@@ -46,7 +46,7 @@ from primitives.ops.attention.attention import (
 )
 from primitives.ops.attention.blocks import in_blocks
 from primitives.ops.attention.rows import Problem, Rows, flipped, noised
-from primitives.ops.rules import batch_all, bind_kernels, called, second_order, unwanted
+from primitives.ops.rules import batch_all, bind_kernels, called, empty_output, second_order
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -137,7 +137,7 @@ def _attention_pairing_fake(*args: Any) -> tuple[Tensor, ...]:
         return [*[empty_rows(x, x.shape[-1]) for x in (q, k, v)], None if bias is None else bias.new_empty(bias.shape)]
 
     made = (empty_rows(q, v.shape[-1]), empty_statistic(q), *bars(), *bars())
-    return tuple(x if want else unwanted(q) for x, want in zip(made, wanted, strict=True))
+    return tuple(x if want else empty_output(q) for x, want in zip(made, wanted, strict=True))
 
 
 # Kernels.

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from primitives.ops.cpu import row_blocks
-from primitives.ops.rules import accumulation_dtype, unwanted
+from primitives.ops.rules import accumulation_dtype, empty_output
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -128,7 +128,7 @@ def vjp_jvp(
         work.scatter_add_(1, labels.clamp(min=0), u_dot[rows] * (smoothing - 1.0))
         if work is room:
             out[rows] = work
-    return change, unwanted(x)
+    return change, empty_output(x)
 
 
 def in_blocks(

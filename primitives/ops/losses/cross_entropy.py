@@ -26,7 +26,7 @@ import torch
 
 from primitives._core import LabelError, Primitive, value_and_jvp
 from primitives.ops.losses import cpu_cross_entropy as cpu
-from primitives.ops.rules import accumulation_dtype, batch_all, bind_kernels, first_order, unwanted
+from primitives.ops.rules import accumulation_dtype, batch_all, bind_kernels, empty_output, first_order
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -149,7 +149,7 @@ def _cross_entropy_bwd_reference(
     terms = terms_of(x, target, dim)
     u, v = (per_row(bar, terms, dim, of_loss=i == 0) for i, bar in enumerate((loss_bar, lse_bar)))
     log_p = terms.shifted - terms.log_sum
-    x_bar, target_bar = unwanted(x), unwanted(x)
+    x_bar, target_bar = empty_output(x), empty_output(x)
     if wanted[0]:
         x_bar = (of_target(u, terms, dim, smoothing) + v) * log_p.exp()
         x_bar = (x_bar if loss_bar is None else x_bar - scaled_target(u, terms, dim, smoothing)).to(x.dtype)

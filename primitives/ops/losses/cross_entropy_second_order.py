@@ -32,7 +32,7 @@ from primitives.ops.losses.cross_entropy import (
     scaled_target,
     terms_of,
 )
-from primitives.ops.rules import batch_all, bind_kernels, second_order, unwanted
+from primitives.ops.rules import batch_all, bind_kernels, empty_output, second_order
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -82,8 +82,8 @@ def _cross_entropy_bwd_jvp_reference(
         t_dot = keep * target_dot.contiguous().to(p.dtype)
         change = change + u * (p * t_dot.sum(dim, keepdim=True) - t_dot)
     return (
-        change.to(x.dtype) if wanted[0] else unwanted(x),
-        target_change.to(target.dtype) if wanted[1] and not terms.has_labels else unwanted(x),
+        change.to(x.dtype) if wanted[0] else empty_output(x),
+        target_change.to(target.dtype) if wanted[1] and not terms.has_labels else empty_output(x),
     )
 
 

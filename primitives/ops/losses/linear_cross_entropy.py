@@ -29,7 +29,7 @@ import torch
 from primitives._core import BatchInfo, Primitive, vmap_by_loop
 from primitives.ops.losses.cross_entropy import cross_entropy_bwd_p, cross_entropy_jvp_p, cross_entropy_p
 from primitives.ops.losses.cross_entropy_second_order import cross_entropy_bwd_jvp_p
-from primitives.ops.rules import first_order, fold_batch, output_axes, second_order, unwanted
+from primitives.ops.rules import empty_output, first_order, fold_batch, output_axes, second_order
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -147,8 +147,8 @@ class _Sums:
     def results(self, weight: Tensor, bias: Tensor | None, x: Tensor) -> tuple[Tensor, Tensor]:
         """The sums, in the shapes and dtypes of the parameters."""
         return (
-            unwanted(x) if self.weight is None else self.weight.reshape(weight.shape),
-            unwanted(x) if self.bias is None or bias is None else self.bias.to(bias.dtype, copy=True),
+            empty_output(x) if self.weight is None else self.weight.reshape(weight.shape),
+            empty_output(x) if self.bias is None or bias is None else self.bias.to(bias.dtype, copy=True),
         )
 
 
@@ -195,10 +195,10 @@ def _bwd(
         logits = _logits(rows, weight, bias, softcap, 1)
         z_bar, target_bar = cross_entropy_bwd_p(u, v, logits.z, labels, row_lse, 1, smoothing, mask)
         if not mask[0]:
-            return unwanted(x), target_bar
+            return empty_output(x), target_bar
         h_bar = logits.scaled(z_bar)
         sums.add(h_bar, rows)
-        return h_bar.flatten(1) @ weight.flatten(0, -2) if wanted[0] else unwanted(x), target_bar
+        return h_bar.flatten(1) @ weight.flatten(0, -2) if wanted[0] else empty_output(x), target_bar
 
     # The tensors of a chunk end with its call, before the next one makes its own.
     parts = [of_chunk(*chunk) for chunk in _chunks(x, chunk_rows, target, loss_bar, lse_bar, lse)]
@@ -277,7 +277,7 @@ def _bwd_jvp(
         dots = (u_dot, v_dot, z_dot, labels_dot)
         z_bar_dot, target_bar_dot = cross_entropy_bwd_jvp_p(u, v, logits.z, labels, row_lse, *dots, 1, smoothing, mask)
         if not mask[0]:
-            return unwanted(x), target_bar_dot
+            return empty_output(x), target_bar_dot
         h_bar_dot, h_bar = logits.scaled(z_bar_dot), None
         if h_dot is not None and not (u is None and v is None):
             z_bar = cross_entropy_bwd_p(u, v, logits.z, labels, row_lse, 1, smoothing, (True, False))[0]
@@ -288,7 +288,7 @@ def _bwd_jvp(
         if h_bar is not None and rows_dot is not None:
             sums.add(h_bar, rows_dot, to_bias=False)
         if not wanted[0]:
-            return unwanted(x), target_bar_dot
+            return empty_output(x), target_bar_dot
         x_bar_dot = h_bar_dot.flatten(1) @ weight.flatten(0, -2)
         if h_bar is not None and weight_dot is not None:
             x_bar_dot = x_bar_dot + h_bar.flatten(1) @ weight_dot.flatten(0, -2)

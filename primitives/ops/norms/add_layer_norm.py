@@ -33,7 +33,7 @@ from primitives.ops.norms.layer_norm import (
     layer_norm_pairing_p,
     rows,
 )
-from primitives.ops.rules import accumulation_dtype, batch_rows, bind_kernels, cast_to_float32, of_wanted, unwanted
+from primitives.ops.rules import accumulation_dtype, batch_rows, bind_kernels, cast_to_float32, empty_output, of_wanted
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -144,7 +144,7 @@ def _add_layer_norm_bwd_reference(
     acc, options = accumulation_dtype(s.dtype), (norm_ndim, batch_ndim, eps, centered)
     given = (y_bar.to(acc), s.to(acc), _in(acc, weight), mean, rstd)
     bar, *param_bars = layer_norm_bwd_p(*given, *options, 0, (want_x or want_residual, *want_params))
-    x_bar = residual_bar = unwanted(s)
+    x_bar = residual_bar = empty_output(s)
     if want_residual:
         residual_bar = _added(s_bar, bar, None, p, batch_ndim, s)
     if want_x:
@@ -152,7 +152,7 @@ def _add_layer_norm_bwd_reference(
         x_bar = _added(None, bar, seed, p, batch_ndim, y_bar)
     dtype = acc if weight is None else weight.dtype
     weight_bar, bias_bar = (
-        bar.to(dtype) if want else unwanted(s) for bar, want in zip(param_bars, want_params, strict=True)
+        bar.to(dtype) if want else empty_output(s) for bar, want in zip(param_bars, want_params, strict=True)
     )
     return x_bar, residual_bar, weight_bar, bias_bar
 
@@ -274,7 +274,7 @@ def _add_layer_norm_bwd_jvp(residuals: Any, tangents: Any) -> tuple[Tensor | Non
     bar_dot, *param_dots = layer_norm_bwd_jvp_p(*given, *_of_norm(r), 0, mask)
     if t.s_bar is not None:
         bar_dot = bar_dot + t.s_bar if mask[0] else t.s_bar
-    x_bar_dot = residual_bar_dot = unwanted(r.s)
+    x_bar_dot = residual_bar_dot = empty_output(r.s)
     if want_x:
         x_bar_dot = _noisy(bar_dot, r.seed, r.p, r.batch_ndim).to(r.y_bar.dtype)
     if want_residual:

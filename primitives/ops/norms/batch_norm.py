@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from primitives._core import Primitive
 from primitives.ops.norms import cpu_batch_norm as cpu
-from primitives.ops.norms.channels import channels, moved_on
+from primitives.ops.norms.channels import channels, update_running
 from primitives.ops.norms.norm_map import norm_map
 from primitives.ops.rules import batch_all, bind_kernels, fold_batch
 
@@ -50,8 +50,8 @@ def _batch_norm_reference(
     norm = channels(x, batch_ndim, eps)
     mean, variance, rstd = (norm.statistic(v) for v in (norm.mean, norm.variance, norm.rstd))
     count = x.shape[batch_ndim] * x.shape[batch_ndim + 2 :].numel()
-    new_mean = moved_on(running_mean, mean, momentum, x)
-    new_var = moved_on(running_var, variance * (count / max(count - 1, 1)), momentum, x)
+    new_mean = update_running(running_mean, mean, momentum, x)
+    new_var = update_running(running_var, variance * (count / max(count - 1, 1)), momentum, x)
     return norm.value(weight, bias), mean, rstd, new_mean, new_var
 
 

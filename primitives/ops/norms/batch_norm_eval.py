@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from primitives._core import Primitive
 from primitives.ops.norms import cpu_batch_norm_eval as cpu
 from primitives.ops.norms.channels import channels
-from primitives.ops.rules import accumulation_dtype, batch_all, bind_kernels, first_order, unwanted
+from primitives.ops.rules import accumulation_dtype, batch_all, bind_kernels, empty_output, first_order
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -76,7 +76,7 @@ def _batch_norm_eval_bwd_reference(y_bar: Tensor, x: Tensor, weight: Tensor | No
     running_mean, running_var, *options, wanted = args
     norm = _running(x, running_mean, running_var, *options)
     bars, (by_mean, by_var) = norm.bwd(y_bar, weight, wanted[:3]), _slopes(norm, weight)
-    y_bar, mean_bar, var_bar = norm.wide(y_bar), unwanted(x), unwanted(x)
+    y_bar, mean_bar, var_bar = norm.wide(y_bar), empty_output(x), empty_output(x)
     if wanted[3]:
         mean_bar = (by_mean * norm.sums(y_bar, norm.dtype)).to(running_mean.dtype)
     if wanted[4]:

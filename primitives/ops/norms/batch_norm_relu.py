@@ -34,8 +34,8 @@ from primitives.ops.norms.batch_norm import (
     batch_state,
 )
 from primitives.ops.norms.batch_norm_eval import batch_norm_eval_bwd_p, batch_norm_eval_jvp_p, batch_norm_eval_p
-from primitives.ops.norms.channels import arranged
-from primitives.ops.rules import accumulation_dtype, batch_all, bind_kernels, first_order, of_wanted, unwanted
+from primitives.ops.norms.channels import contiguous_like
+from primitives.ops.rules import accumulation_dtype, batch_all, bind_kernels, empty_output, first_order, of_wanted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -69,9 +69,9 @@ def _forward_by(norm: Callable[..., Any], num_params: int, *, in_place: bool = F
         if residual is not None:
             y = y.add_(residual) if in_place else y + residual
         _, _, *running, batch_ndim = args[:5]
-        y = arranged((y.relu_() if in_place else y.relu()).to(x.dtype), x, batch_ndim)
+        y = contiguous_like((y.relu_() if in_place else y.relu()).to(x.dtype), x, batch_ndim)
         # Of running statistics that there are not, a stand-in has the dtype of x.
-        others[2:] = [unwanted(x) if old is None else new for old, new in zip(running, others[2:], strict=False)]
+        others[2:] = [empty_output(x) if old is None else new for old, new in zip(running, others[2:], strict=False)]
         return (y, *others) if others else y
 
     return forward
@@ -84,7 +84,7 @@ def _bwd_by(norm: Callable[..., Any]) -> Callable[..., Any]:
         *given, (want_x, want_residual, *want_params) = args
         passed, batch_ndim = through(y, y_bar), given[3]
         out = norm(passed, x, *given, (want_x, *want_params))
-        residual_bar = arranged(passed.to(x.dtype), x, batch_ndim) if want_residual else unwanted(x)
+        residual_bar = contiguous_like(passed.to(x.dtype), x, batch_ndim) if want_residual else empty_output(x)
         return None if out is None else (out[0], residual_bar, *out[1:])
 
     return bwd
@@ -101,7 +101,7 @@ def _jvp_by(norm: Callable[..., Any]) -> Callable[..., Any]:
             if y_dot is None:
                 return None
             y_dot = y_dot if residual_dot is None else y_dot + residual_dot
-        return arranged(through(y, y_dot).to(x.dtype), x, batch_ndim)
+        return contiguous_like(through(y, y_dot).to(x.dtype), x, batch_ndim)
 
     return jvp
 
@@ -207,7 +207,7 @@ def _batch_norm_relu_bwd_jvp(residuals: Any, tangents: Any) -> tuple[Tensor | No
     given = (passed, r.x, r.weight, r.mean, r.rstd, passed_dot, t.x, t.weight, r.batch_ndim, r.eps)
     x_bar_dot, *param_dots = batch_norm_bwd_jvp_p(*given, (want_x, *want_params))
     residual_bar_dot = torch.zeros_like(passed) if passed_dot is None else passed_dot
-    return x_bar_dot, residual_bar_dot if want_residual else unwanted(r.x), *param_dots
+    return x_bar_dot, residual_bar_dot if want_residual else empty_output(r.x), *param_dots
 
 
 @batch_norm_relu_jvp_p.def_vjp

@@ -12,7 +12,7 @@ import torch
 from torch._prims_common import suggest_memory_format
 
 from primitives.ops.norms.formulas import Norm
-from primitives.ops.rules import unwanted
+from primitives.ops.rules import empty_output
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,7 +34,7 @@ def memory_format(x: Tensor, batch_ndim: int) -> torch.memory_format:
     return last if x.is_contiguous(memory_format=last) else suggest_memory_format(x)
 
 
-def arranged(x: Tensor, like: Tensor, batch_ndim: int) -> Tensor:
+def contiguous_like(x: Tensor, like: Tensor, batch_ndim: int) -> Tensor:
     """Return x in the output layout for `like`."""
     layout = memory_format(like, batch_ndim)
     if x.numel() == 0 or (layout is not torch.contiguous_format and 1 in x.shape):
@@ -49,7 +49,7 @@ def channels(x: Tensor, batch_ndim: int, eps: float = 0.0, statistics: tuple[Ten
     if statistics is not None:
         mean, rstd = (per_channel(v, x, batch_ndim) for v in statistics)
         statistics = mean, rstd
-    layout = functools.partial(arranged, like=x, batch_ndim=batch_ndim)
+    layout = functools.partial(contiguous_like, like=x, batch_ndim=batch_ndim)
     return Norm(x, norm_axes, [*range(batch_ndim), batch_ndim + 1], layout, eps, statistics=statistics)
 
 
@@ -58,10 +58,10 @@ def per_channel(param: Tensor, x: Tensor, batch_ndim: int) -> Tensor:
     return param.reshape(*param.shape[:-1], 1, param.shape[-1], *[1] * (x.dim() - batch_ndim - 2))
 
 
-def moved_on(running: Tensor | None, batch: Tensor, momentum: float, x: Tensor) -> Tensor:
+def update_running(running: Tensor | None, batch: Tensor, momentum: float, x: Tensor) -> Tensor:
     """The next running statistic; an empty batch leaves it as it is."""
     if running is None:
-        return unwanted(x)
+        return empty_output(x)
     if x.numel() == 0:
         return running.clone()
     return (momentum * batch + (1 - momentum) * running.to(batch.dtype)).to(running.dtype)

@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from primitives.ops.cpu import cast, in_accumulation_dtype, is_well_conditioned, ready, served
-from primitives.ops.norms.channels import moved_on
+from primitives.ops.norms.channels import update_running
 from primitives.ops.norms.cpu_channels import LONGEST_BACKWARD, LONGEST_IMAGE, Channels, is_channels_last
-from primitives.ops.rules import LOW_PRECISION, accumulation_dtype, unwanted
+from primitives.ops.rules import LOW_PRECISION, accumulation_dtype, empty_output
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -62,7 +62,7 @@ def forward(
         return None
     weight, bias = params
     layout = None if _lies_in_rows(x) else Channels.of(x)
-    x = x if layout is None else layout.arranged(x)
+    x = x if layout is None else layout.contiguous_like(x)
     if layout is None or not layout.is_planar:
         out = _at_once(x, weight, bias, running_mean, running_var, momentum, eps)
         if out is not None:
@@ -73,7 +73,10 @@ def forward(
         return None
     y = torch.native_batch_norm(x, weight, bias, mean, variance, False, 0.0, eps)[0]
     unbiased = variance * (layout.num_values / max(layout.num_values - 1, 1))
-    new_mean, new_var = moved_on(running_mean, mean, momentum, x), moved_on(running_var, unbiased, momentum, x)
+    new_mean, new_var = (
+        update_running(running_mean, mean, momentum, x),
+        update_running(running_var, unbiased, momentum, x),
+    )
     return y, mean, rstd, new_mean, new_var
 
 
@@ -101,7 +104,7 @@ def _at_once(
     if not is_well_conditioned(mean, rstd, LARGEST_OFFSET_OF_SUM * shortness):
         return None
     if running_mean is None or running_var is None or new_mean is None or new_var is None:
-        return y, mean, rstd, unwanted(x), unwanted(x)
+        return y, mean, rstd, empty_output(x), empty_output(x)
     return y, mean, rstd, cast(new_mean, running_mean.dtype), cast(new_var, running_var.dtype)
 
 
@@ -205,7 +208,7 @@ def bwd(
     )
     if all(wanted):
         return bars
-    x_bar, weight_bar, bias_bar = [bar if want else unwanted(x) for bar, want in zip(bars, wanted, strict=True)]
+    x_bar, weight_bar, bias_bar = [bar if want else empty_output(x) for bar, want in zip(bars, wanted, strict=True)]
     return x_bar, weight_bar, bias_bar
 
 
@@ -216,15 +219,15 @@ def _bwd_in_general(
     x, layout = batch.x, batch.layout
     dtype = layout.acc if weight is None else weight.dtype
     if layout.sums_within(LONGEST_BACKWARD, LONGEST_IMAGE):
-        y_bar, dense = layout.arranged(y_bar), layout.arranged(x)
+        y_bar, dense = layout.contiguous_like(y_bar), layout.contiguous_like(x)
         out = layout.bwd(y_bar, dense, batch.factor(weight), batch.mean, batch.rstd, wanted)
     else:
         moments = batch.moments(y_bar)
-        x_bar = batch.projected([(y_bar, batch.factor(weight), moments)]) if wanted[0] else unwanted(x)
+        x_bar = batch.projected([(y_bar, batch.factor(weight), moments)]) if wanted[0] else empty_output(x)
         out = x_bar, moments.with_x_hat * layout.num_values, moments.mean * layout.num_values
     dtypes = (x.dtype, dtype, dtype)
     x_bar, weight_bar, bias_bar = [
-        cast(value, dtype) if want else unwanted(x) for value, dtype, want in zip(out, dtypes, wanted, strict=True)
+        cast(value, dtype) if want else empty_output(x) for value, dtype, want in zip(out, dtypes, wanted, strict=True)
     ]
     return x_bar, weight_bar, bias_bar
 
@@ -309,6 +312,6 @@ def _finished(
     """Outputs, those per channel in the dtype of parameters, with stand-ins for the unwanted."""
     dtype = x.dtype if weight is None else weight.dtype
     return tuple(
-        unwanted(x) if value is None or not want else value.to(dtype) if value.dim() == 1 else value
+        empty_output(x) if value is None or not want else value.to(dtype) if value.dim() == 1 else value
         for value, want in zip(out, wanted, strict=True)
     )

@@ -11,7 +11,7 @@ import torch
 
 from primitives.ops.cpu import in_accumulation_dtype, is_well_conditioned, ready, served
 from primitives.ops.norms.cpu_channels import LONGEST_BACKWARD, LONGEST_IMAGE, Channels
-from primitives.ops.rules import unwanted
+from primitives.ops.rules import empty_output
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,7 +35,7 @@ def forward(
     weight, bias, mean, variance = params
     if not is_well_conditioned(mean, (variance + eps).rsqrt_()):
         return None
-    x = x if x.is_contiguous() else Channels.of(x).arranged(x)
+    x = x if x.is_contiguous() else Channels.of(x).contiguous_like(x)
     return torch.native_batch_norm(x, weight, bias, mean, variance, False, 0.0, eps)[0]
 
 
@@ -58,14 +58,14 @@ def bwd(
     weight, mean, variance = params
     rstd = (variance + eps).rsqrt_()
     scale = rstd if weight is None else rstd * weight
-    y_bar, x = layout.arranged(y_bar), layout.arranged(x)
+    y_bar, x = layout.contiguous_like(y_bar), layout.contiguous_like(x)
     sums_wanted = any(wanted[1:])
     # Sums apart cost no more than ATen's whole backward: x_bar does not depend on them.
     if layout.sums_within(LONGEST_BACKWARD, LONGEST_IMAGE):
         mask = (wanted[0], sums_wanted, sums_wanted)
         x_bar, with_x_hat, total = layout.bwd(y_bar, x, weight, mean, rstd, mask, (mean, variance), eps)
     else:
-        x_bar = layout.combined([(y_bar, scale)]) if wanted[0] else unwanted(x)
+        x_bar = layout.combined([(y_bar, scale)]) if wanted[0] else empty_output(x)
         total, paired = layout.sums(y_bar, x, mean) if sums_wanted else (scale, scale)
         with_x_hat = paired * rstd
     bars = (
@@ -74,8 +74,8 @@ def bwd(
         lambda: (-scale * total).to(running_mean.dtype),
         lambda: (-0.5 * rstd * scale * with_x_hat).to(running_var.dtype),
     )
-    per_channel = [bar() if want else unwanted(x) for bar, want in zip(bars, wanted[1:], strict=True)]
-    return x_bar if wanted[0] else unwanted(x), *per_channel
+    per_channel = [bar() if want else empty_output(x) for bar, want in zip(bars, wanted[1:], strict=True)]
+    return x_bar if wanted[0] else empty_output(x), *per_channel
 
 
 def jvp(x: Tensor, weight: Tensor | None, running_mean: Tensor, running_var: Tensor, *args: Any) -> Tensor | None:

@@ -81,7 +81,7 @@ class Channels(NamedTuple):
         """Whether ATen's own sums lose nothing."""
         return self.sums_within(LONGEST_SUM, LANES * LONGEST_SUM)
 
-    def arranged(self, t: Tensor) -> Tensor:
+    def contiguous_like(self, t: Tensor) -> Tensor:
         """`t` in this layout."""
         return t.contiguous(memory_format=self.format)
 
@@ -132,7 +132,7 @@ class Channels(NamedTuple):
 
     def mean(self, x: Tensor) -> Tensor:
         """Mean of each channel, in the dtype of sums, from sums of sums."""
-        x = self.arranged(x)
+        x = self.contiguous_like(x)
         if self.is_planar:
             total = x.view(*self.shape[:2], -1).sum(2, dtype=self.acc).sum(0)
         else:
@@ -144,13 +144,13 @@ class Channels(NamedTuple):
 
         The variance is mean(x * (x - mean)), so its relative error is a unit in the last place times mean**2 / var.
         """
-        x, mean = self.arranged(x), self.mean(x)
+        x, mean = self.contiguous_like(x), self.mean(x)
         return mean, (self.sums(x, x, mean)[1] / self.num_values).clamp_(min=0.0)
 
     def statistics(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and biased variance of each channel, in the dtype of sums."""
         # Running statistics in float32 keep ATen from rounding those of a low-precision x.
-        zero, x = self.filled(0.0), self.arranged(x)
+        zero, x = self.filled(0.0), self.contiguous_like(x)
         # ATen adds up a channel of a planar x in float64.
         if self.is_planar or self.num_values <= LONGEST_SUM:
             return torch.batch_norm_update_stats(x, zero, zero, 0.0)
@@ -168,7 +168,7 @@ class Channels(NamedTuple):
 
     def sums(self, t: Tensor, x: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
         """Per channel sum(t) and sum(t * (x - mean))."""
-        t, x, one = self.arranged(t), self.arranged(x), self.filled(1.0)
+        t, x, one = self.contiguous_like(t), self.contiguous_like(x), self.filled(1.0)
         if self.sums_are_short:
             _, paired, total = self.bwd(t, x, one, mean, one, (False, True, True))
             return total, paired
@@ -205,7 +205,7 @@ class Channels(NamedTuple):
 
     def combined(self, terms: Sequence[tuple[Tensor, Tensor]], constant: Tensor | None = None) -> Tensor:
         """Sum of t * coefficient over `terms`, one at least, plus `constant`; all but t are values per channel."""
-        tensors, factors = [self.arranged(t) for t, _ in terms], [self._spread(c) for _, c in terms]
+        tensors, factors = [self.contiguous_like(t) for t, _ in terms], [self._spread(c) for _, c in terms]
         start = (terms[0][1], self.filled(0.0) if constant is None else constant)
         if self.dtype == self.acc or len(terms) == 1:
             return self._combination(tensors, factors, start)

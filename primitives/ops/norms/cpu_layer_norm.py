@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from primitives.ops.cpu import cast, is_well_conditioned, ready, row_blocks, served
-from primitives.ops.rules import LOW_PRECISION, accumulation_dtype, laid_out, unwanted
+from primitives.ops.rules import LOW_PRECISION, accumulation_dtype, empty_output, with_layout
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -215,7 +215,7 @@ def _forward_of_groups(
     rest = x.shape[:-2]
     if mean.shape != rest:
         mean, rstd = mean.view(rest), rstd.view(rest)
-    return laid_out(y.view_as(x), grouped), mean, rstd
+    return with_layout(y.view_as(x), grouped), mean, rstd
 
 
 def _forward_in_blocks(
@@ -225,7 +225,7 @@ def _forward_in_blocks(
     rest, cols = x.shape[: x.dim() - norm_ndim], x.shape[x.dim() - norm_ndim :].numel()
     acc = accumulation_dtype(x.dtype)
     rstd = torch.empty(rest, dtype=acc)
-    rows = _rows(x, unwanted(x), rstd, x.shape[len(rest) :], centered=False)
+    rows = _rows(x, empty_output(x), rstd, x.shape[len(rest) :], centered=False)
     weight, bias = rows.param(weight), rows.param(bias)
     out = torch.empty_like(rows.x)
     # Results in the dtype of sums are written where it belongs.
@@ -241,7 +241,7 @@ def _forward_in_blocks(
         y = y if bias is None else y.add_(bias)
         if not is_direct:
             out[block] = y
-    return out.view(x.shape), unwanted(rstd), rstd
+    return out.view(x.shape), empty_output(rstd), rstd
 
 
 def bwd(
@@ -282,7 +282,7 @@ def bwd(
         )
     if all(wanted):
         return bars
-    x_bar, weight_bar, bias_bar = [bar if want else unwanted(x) for bar, want in zip(bars, wanted, strict=True)]
+    x_bar, weight_bar, bias_bar = [bar if want else empty_output(x) for bar, want in zip(bars, wanted, strict=True)]
     return x_bar, weight_bar, bias_bar
 
 
@@ -306,15 +306,15 @@ def _bwd_of_groups(
     x_bar, *sums = torch.ops.aten.native_group_norm_backward.default(*given, scale, *sizes, wanted)
     dtype, shape = acc if weight is None else weight.dtype, (sizes[3], sizes[1] // sizes[3])
     weight_bar, bias_bar = [
-        cast(bar.view(shape), dtype) if want else unwanted(x) for bar, want in zip(sums, wanted[1:], strict=True)
+        cast(bar.view(shape), dtype) if want else empty_output(x) for bar, want in zip(sums, wanted[1:], strict=True)
     ]
-    x_bar = laid_out(cast(x_bar, x.dtype).view_as(x), grouped) if wanted[0] else unwanted(x)
+    x_bar = with_layout(cast(x_bar, x.dtype).view_as(x), grouped) if wanted[0] else empty_output(x)
     return x_bar, weight_bar, bias_bar
 
 
 def _bwd_of_rows(rows: Rows, y_bar: Tensor, weight: Tensor | None, wanted: Sequence[bool]) -> tuple:
     x, (want_x, *want_sums) = rows.x, wanted
-    weight_bar, bias_bar, x_bar = rows.zeros(), rows.zeros(), unwanted(x)
+    weight_bar, bias_bar, x_bar = rows.zeros(), rows.zeros(), empty_output(x)
     if want_x:
         if x.dtype != rows.acc and weight is None:
             # ATen takes statistics in float32 beside a low-precision x where the weight is in float32 too.
@@ -339,7 +339,7 @@ def jvp(x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor, *args: Any
     weight, weight_dot, bias_dot = map(rows.param, params)
     x_dot = rows.like_x(x_dot)
     if x_dot is None and not _present(weight_dot, bias_dot):
-        return laid_out(x.new_zeros(x.shape), grouped)
+        return with_layout(x.new_zeros(x.shape), grouped)
     out = torch.empty_like(rows.x)
     for block in rows.blocks():
         x_block = rows.x[block].to(rows.acc)
@@ -356,4 +356,4 @@ def jvp(x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor, *args: Any
             else:
                 y_dot = projected if y_dot is None else projected.add_(y_dot)
         rows.beside_param(out[block]).copy_(y_dot)
-    return laid_out(out.view(x.shape), grouped)
+    return with_layout(out.view(x.shape), grouped)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from primitives.ops.norms import cpu_layer_norm as first_order
-from primitives.ops.rules import laid_out, unwanted
+from primitives.ops.rules import empty_output, with_layout
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,13 +34,17 @@ def pairing(
     if rows is None:
         return None
     options = (norm_ndim, batch_ndim, eps, centered, grouped)
-    y_bar_bar = unwanted(x)
+    y_bar_bar = empty_output(x)
     if wanted[0]:
         y_bar_bar = first_order.jvp(x, weight, mean, rstd, x_dot, weight_dot, bias_dot, *options)
-    x_bar = weight_bar = unwanted(x)
+    x_bar = weight_bar = empty_output(x)
     if wanted[1] or wanted[2]:
         x_bar, weight_bar, _ = _along(rows, y_bar, weight, None, x_dot, weight_dot, (wanted[1], wanted[2], False))
-    rest = first_order.bwd(y_bar, x, weight, mean, rstd, *options, wanted[3:]) if any(wanted[3:]) else [unwanted(x)] * 3
+    rest = (
+        first_order.bwd(y_bar, x, weight, mean, rstd, *options, wanted[3:])
+        if any(wanted[3:])
+        else [empty_output(x)] * 3
+    )
     if y_bar_bar is None or rest is None:
         return None
     out = [y_bar_bar, x_bar, weight_bar, *rest]
@@ -74,9 +78,9 @@ def _finished(
     shape = x.shape[-3:-1] if grouped else x.shape[x.dim() - norm_ndim :]
     dtype = x.dtype if weight is None else weight.dtype
     return tuple(
-        unwanted(x)
+        empty_output(x)
         if not want
-        else laid_out(value.view(x.shape), grouped)
+        else with_layout(value.view(x.shape), grouped)
         if i in like_x
         else value.view(shape).to(dtype)
         for i, (value, want) in enumerate(zip(out, wanted, strict=True))

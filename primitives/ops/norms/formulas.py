@@ -46,7 +46,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from primitives.ops.rules import accumulation_dtype, unwanted
+from primitives.ops.rules import accumulation_dtype, empty_output
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -96,7 +96,7 @@ class Norm:
             self.mean, self.rstd = statistics
             self.x_hat = (rest - self.mean) * self.rstd
             return
-        self.mean = unwanted(rest)
+        self.mean = empty_output(rest)
         if centered:
             self.mean = self.mean_of(rest)
             rest = rest - self.mean
@@ -138,7 +138,7 @@ class Norm:
     def sums(self, v: Tensor | None, dtype: torch.dtype, *, wanted: bool = True) -> Tensor:
         """Sum of v over all axes that a parameter lacks: a cotangent of one; None for 0."""
         if not wanted:
-            return unwanted(self.x)
+            return empty_output(self.x)
         if v is None:
             return self.x.new_zeros([self.x.shape[axis] for axis in self.param_axes], dtype=dtype)
         # No axes at all would mean every axis to torch.
@@ -147,7 +147,7 @@ class Norm:
     def result(self, *terms: Tensor, wanted: bool = True) -> Tensor:
         """The sum of terms that broadcast to x, in its shape, dtype and layout."""
         if not wanted:
-            return unwanted(self.x)
+            return empty_output(self.x)
         total = sum(terms[1:], terms[0]) if terms else self.x.new_zeros(self.x.shape)
         return self.layout(total.expand(self.x.shape).to(self.x.dtype))
 
@@ -164,8 +164,8 @@ class Norm:
         # A bias without a weight may be wider than x, so its sum is left wide; autograd casts to the dtype of the bias.
         dtype = self.dtype if weight is None else weight.dtype
         return (
-            self.result(self.project(self.scaled(y_bar, weight))) if wanted[0] else unwanted(self.x),
-            self.sums(y_bar * self.x_hat, dtype) if wanted[1] else unwanted(self.x),
+            self.result(self.project(self.scaled(y_bar, weight))) if wanted[0] else empty_output(self.x),
+            self.sums(y_bar * self.x_hat, dtype) if wanted[1] else empty_output(self.x),
             self.sums(y_bar, dtype, wanted=wanted[2]),
         )
 
@@ -211,7 +211,7 @@ class Norm:
             self.result(*self.jvp(weight, x_dot, weight_dot, bias_dot), wanted=wanted[0]),
             self.result(*outer, wanted=wanted[1]),
             self.sums(None if h is None else y_bar * h, dtype, wanted=wanted[2]),
-            unwanted(self.x) if projected_g is None else self.result(projected_g, wanted=wanted[3]),
+            empty_output(self.x) if projected_g is None else self.result(projected_g, wanted=wanted[3]),
             self.sums(y_bar * x_hat, dtype, wanted=wanted[4]),
             self.sums(y_bar, dtype, wanted=wanted[5]),
         )

@@ -33,9 +33,9 @@ from primitives.ops.rules import (
     batch_rows,
     bind_kernels,
     cast_to_float32,
+    empty_output,
     first_order,
     second_order,
-    unwanted,
 )
 
 if TYPE_CHECKING:
@@ -112,7 +112,9 @@ def _cotangents(
     if bars is None:
         return None
     dtypes = (x.dtype, *[wide.dtype if weight is None else weight.dtype] * 2)
-    return tuple(bar.to(dtype) if want else unwanted(x) for bar, dtype, want in zip(bars, dtypes, wanted, strict=True))
+    return tuple(
+        bar.to(dtype) if want else empty_output(x) for bar, dtype, want in zip(bars, dtypes, wanted, strict=True)
+    )
 
 
 def _tangent(norm: Any, sloped: Any, norm_jvp: Any, x: Tensor, weight: Any, bias: Any, *args: Any) -> Tensor | None:

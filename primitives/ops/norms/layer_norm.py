@@ -28,7 +28,7 @@ from primitives.ops.norms import cpu_layer_norm as cpu
 from primitives.ops.norms import cpu_layer_norm_second_order as cpu_second_order
 from primitives.ops.norms.formulas import Norm
 from primitives.ops.norms.norm_map import norm_map
-from primitives.ops.rules import batch_rows, bind_kernels, cast_to_float32, laid_out, weight_beside
+from primitives.ops.rules import batch_rows, bind_kernels, cast_to_float32, weight_beside, with_layout
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -51,7 +51,7 @@ def rows(x: Tensor, norm_ndim: int, batch_ndim: int, eps: float, centered: bool,
     """The norm over the last axes."""
     norm_axes = range(-norm_ndim, 0)
     param_axes = [*range(batch_ndim), *(norm_axes if not grouped else (-3, -2))]
-    return Norm(x, norm_axes, param_axes, functools.partial(laid_out, grouped=grouped), eps, centered=centered)
+    return Norm(x, norm_axes, param_axes, functools.partial(with_layout, grouped=grouped), eps, centered=centered)
 
 
 @layer_norm_p.def_reference

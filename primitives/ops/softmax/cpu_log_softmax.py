@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from primitives.ops.cpu import cast, row_blocks
-from primitives.ops.rules import accumulation_dtype, unwanted
+from primitives.ops.rules import accumulation_dtype, empty_output
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -121,7 +121,7 @@ def pairing(
         if wanted[0]:
             torch.sub(x_dot_block, p_dot.sum(1, keepdim=True), out=next(targets))
     outputs = iter(made)
-    y_bar_bar, output_bar, x_dot_bar = (next(outputs) if want else unwanted(y) for want in wanted)
+    y_bar_bar, output_bar, x_dot_bar = (next(outputs) if want else empty_output(y) for want in wanted)
     return y_bar_bar, output_bar, x_dot_bar
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from primitives.ops.cpu import cast
-from primitives.ops.rules import LOW_PRECISION, accumulation_dtype, masked, unwanted
+from primitives.ops.rules import LOW_PRECISION, accumulation_dtype, empty_output, masked
 from primitives.ops.softmax.cpu_log_softmax import row_blocks_along, sums_are_short
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def pairing(
         if wanted[2]:
             _project(y_bar_block, y_block, spare, next(targets), scale)
     outputs = iter(made)
-    y_bar_bar, output_bar, x_dot_bar = (next(outputs) if want else unwanted(y) for want in wanted)
+    y_bar_bar, output_bar, x_dot_bar = (next(outputs) if want else empty_output(y) for want in wanted)
     return y_bar_bar, output_bar, x_dot_bar
 
 
