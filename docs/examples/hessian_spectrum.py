@@ -17,11 +17,14 @@ Forward over reverse, torch's norms are right too. Reverse over forward they giv
 products that `primitives.compile` has compiled. Printed on a CPU, with the seconds of 60 products, the first left out:
 
     repaired, torch.func.hessian   off by 2e-08, 714 eigenvalues -0.6059 to 4.6119
-    repaired, forward over reverse product off by 2e-08, eigenvalues -0.6059 to 4.6119, 1.1 s
-    repaired, reverse over forward product off by 2e-08, eigenvalues -0.6059 to 4.6119, 1.2 s
+    repaired, forward over reverse product off by 2e-08, eigenvalues -0.6059 to 4.6119, 6.3 s
+    repaired, reverse over forward product off by 2e-08, eigenvalues -0.6059 to 4.6119, 7.4 s
+    compiled, torch.func.hessian   off by 2e-08, 714 eigenvalues -0.6059 to 4.6119
+    compiled, forward over reverse product off by 2e-08, eigenvalues -0.6059 to 4.6119, 1.4 s
+    compiled, reverse over forward product off by 2e-08, eigenvalues -0.6059 to 4.6119, 1.5 s
     torch, torch.func.hessian      off by 5e-02, 714 eigenvalues -0.6109 to 4.6128
-    torch, forward over reverse    product off by 2e-08, eigenvalues -0.6059 to 4.6119, 0.9 s
-    torch, reverse over forward    product off by 2e-01, eigenvalues -0.4698 to 5.0323, 0.5 s
+    torch, forward over reverse    product off by 2e-08, eigenvalues -0.6059 to 4.6119, 4.6 s
+    torch, reverse over forward    product off by 2e-01, eigenvalues -0.4698 to 5.0323, 4.1 s
 
 Source: Ghorbani, Krishnan, Xiao, "An Investigation into Neural Net Optimization via Hessian Eigenvalue Density",
 arXiv:1901.10159, 2019.

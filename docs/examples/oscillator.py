@@ -8,7 +8,9 @@ Torch's JVP of a layer norm keeps mean and deviation constant when it is differe
 `primitives.repair_torch` it is right, and so it is in a loss that `primitives.compile` has compiled. Nothing else
 differs. A picture shows the solutions, and how well each u'' fits. Steps are the fastest of each way, on a CPU:
 
-    @@
+    torch    loss 2e-04, u off by 8e-01, u'' by 6e-01, 32.51 ms a step
+    repaired loss 7e-05, u off by 2e-03, u'' by 7e-07, 14.16 ms a step
+    compiled loss 7e-05, u off by 2e-03, u'' by 7e-07, 0.72 ms a step
 """
 
 from __future__ import annotations

@@ -16,11 +16,12 @@ torch.nn is right about "together", with buffers that are copied for the call, a
 All of these are first derivatives. A loss that has one inside is another matter: the noise of the gradients is the
 variance of their products with a direction, one JVP, and torch.nn has its gradient wrong, silently.
 
-    together, primitives          mean off the batch's by 1e-14, 1468 ms, found 0.995
-    together, torch.nn            mean off the batch's by 2e-15, 659 ms, found 0.995
-    together, torch.nn in a loop  mean off the batch's by 2e-15, 515 ms, found 0.995
-    alone, primitives             mean off the batch's by 2e+00, 17 ms, found 0.974
-    alone, torch.nn replaced      mean off the batch's by 2e+00, 9 ms, found 0.974
+    together, primitives          mean off the batch's by 1e-14, 4831 ms, found 0.995
+    together, compiled            mean off the batch's by 1e-14, 1862 ms, found 0.995
+    together, torch.nn            mean off the batch's by 2e-15, 2384 ms, found 0.995
+    together, torch.nn in a loop  mean off the batch's by 2e-15, 2101 ms, found 0.995
+    alone, primitives             mean off the batch's by 2e+00, 70 ms, found 0.974
+    alone, torch.nn replaced      mean off the batch's by 2e+00, 38 ms, found 0.974
     noise, primitives             gradient off by 2e-10
     noise, torch.nn               gradient off by 7e-02
 

@@ -61,6 +61,11 @@ class _Site(Region):
     def __init__(self, owner: CompiledFunction, args: tuple, kwargs: dict[str, Any]) -> None:
         super().__init__(owner.__wrapped__, args, kwargs)  # type: ignore[attr-defined] - set by update_wrapper
         self._owner, self.reached = owner, self._reached
+        if any(isinstance(owner, torch.nn.parallel.DistributedDataParallel) for owner in self._owners):
+            raise LeafError(
+                "compile: the function reaches a DistributedDataParallel, which prepares each backward pass in Python, "
+                "and a program runs no Python. Compile what is inside: DistributedDataParallel(pr.compile(model))."
+            )
         # Derivatives of every order are asked of it.
         self._is_repaired = True
         kinds = {"cpu", *(x.device.type for x in self.tensors)}

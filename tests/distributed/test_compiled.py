@@ -3,6 +3,8 @@
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
 from torch.func import jvp
 
@@ -60,3 +62,36 @@ def test_one_graph():
 @pytest.mark.nightly
 def test_inductor():
     check_in_processes(check_both, "inductor", time_out=300)
+
+
+def check_here(rank, world):
+    """`primitives.compile` inside DDP, whose hooks see the gradients; around it, and in FSDP, it refuses."""
+    torch.manual_seed(0)
+    one = nn.Sequential(nn.Linear(C, 4), pr.nn.LayerNorm(4), nn.Tanh(), nn.Linear(4, 1)).double()
+    x = torch.randn(2 * world, C, dtype=torch.float64)
+
+    def penalty(model, x):
+        x = x.clone().requires_grad_()
+        (g,) = torch.autograd.grad(model(x).sin().sum(), x, create_graph=True)
+        return g.square().sum() / len(x)
+
+    expected = torch.autograd.grad(penalty(one, x), list(one.parameters()), materialize_grads=True)
+    compiled, mine = pr.compile(one, backend="eager"), x.tensor_split(world)[rank]
+    parallel = nn.parallel.DistributedDataParallel(compiled, find_unused_parameters=True)
+    seen = []
+    parallel.register_comm_hook(
+        None, lambda state, bucket: (seen.append(bucket.index()), allreduce_hook(None, bucket))[1]
+    )
+    penalty(parallel, mine).backward()
+    assert seen
+    for p, g in zip(one.parameters(), expected, strict=True):
+        assert_close(torch.zeros_like(p) if p.grad is None else p.grad, g)
+    with pytest.raises(pr.LeafError, match="Compile what is inside"):
+        pr.compile(lambda x: penalty(parallel, x), backend="eager")(mine)
+    fully_shard(one, mesh=init_device_mesh("cpu", (world,)))
+    with pytest.raises(pr.LeafError, match="a model in FSDP"):
+        pr.compile(lambda x: penalty(one, x), backend="eager")(mine)
+
+
+def test_primitives_compile():
+    check_in_processes(check_here)
