@@ -58,7 +58,8 @@ def compile(
         TraceError: By a call, if `fn` asks for the values of a tensor, as a branch and `.item()` do, with the line.
         MutationError: By a call, if `fn` writes to arguments or captured tensors.
         LeafError: By a call, if an argument is neither a tensor nor a hashable constant, or a tensor that requires grad
-            is used that is neither reached by the closure nor an argument; for wrapper subclasses, such as `DTensor`.
+            is used that is neither reached by the closure nor an argument; for wrapper subclasses, such as `DTensor`,
+            and where a `DistributedDataParallel` is reached, which goes around what is compiled.
 
     Example:
         >>> import torch, primitives as pr
