@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +13,7 @@ from primitives.decompositions._statistics import accumulated
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch._ops import OpOverload
 
 aten = torch.ops.aten
 
@@ -126,53 +127,34 @@ def std_mean(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     return _root(variance), mean
 
 
-def _linear_cross_entropy(
-    input: Tensor, linear_weight: Tensor, target: Tensor, linear_bias: Tensor | None, weight: Tensor | None, **how: Any
-) -> Tensor:
-    bias, weight = (p if p is None else accumulated(p) for p in (linear_bias, weight))
-    logits = F.linear(accumulated(input), accumulated(linear_weight), bias)
-    return F.cross_entropy(logits, target, weight, **how).to(input.dtype)
+def _register_chunked(operator: OpOverload) -> None:
+    names = tuple(argument.name for argument in operator._schema.arguments)
 
-
-if hasattr(torch.nn, "LinearCrossEntropyOptions"):  # torch 2.13
-    # It defines them; torch imports it at the first call.
-    importlib.import_module("torch.nn.modules.linear_cross_entropy")
-
-    @register_decomposition(torch.ops.torch_nn._linear_cross_entropy_batch_chunked.default)
-    def linear_cross_entropy_batch_chunked(
-        input: Tensor,
-        linear_weight: Tensor,
-        target: Tensor,
-        linear_bias: Tensor | None,
-        weight: Tensor | None,
-        reduction: str,
-        ignore_index: int,
-        label_smoothing: float,
-        *options: Any,
-    ) -> tuple[Tensor, ...]:
+    @register_decomposition(operator)
+    def linear_cross_entropy(*args: Any, **kwargs: Any) -> Any:
         """Cross-entropy of `input @ linear_weight.T`, which has no jvp in torch: the tangent is silently 0.
 
-        Torch returns gradients beside the loss, for its own backward alone: here they are zeros.
+        Torch returns gradients beside a loss that is one number, for its own backward alone: here they are zeros.
         """
-        how = {"reduction": reduction, "ignore_index": ignore_index, "label_smoothing": label_smoothing}
-        loss = _linear_cross_entropy(input, linear_weight, target, linear_bias, weight, **how)
-        shapes = (input.shape, linear_weight.shape, linear_weight.shape[:-1])
-        wanted = options[-len(shapes) :]
-        return loss, *[
-            input.new_zeros(shape if is_wanted else [0] * len(shape))
-            for shape, is_wanted in zip(shapes, wanted, strict=True)
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        wide: list[Any] = [
+            None if given[name] is None else accumulated(given[name])
+            for name in ("input", "linear_weight", "linear_bias", "weight")
         ]
+        x, w, bias, weight = wide
+        how = {name: given[name] for name in ("reduction", "ignore_index", "label_smoothing") if name in given}
+        loss = F.cross_entropy(F.linear(x, w, bias), given["target"], weight, **{"reduction": "none", **how})
+        loss = loss.to(given["input"].dtype)
+        if "reduction" not in given:
+            return loss
+        shapes = {"input": x.shape, "linear_weight": w.shape, "linear_bias": w.shape[:-1]}
+        sizes = [shape if given[f"compute_{name}_grad"] else [0] * len(shape) for name, shape in shapes.items()]
+        return loss, *map(given["input"].new_zeros, sizes)
 
-    @register_decomposition(torch.ops.torch_nn._linear_cross_entropy_batch_chunked_no_reduction.default)
-    def linear_cross_entropy_batch_chunked_no_reduction(
-        input: Tensor,
-        linear_weight: Tensor,
-        target: Tensor,
-        linear_bias: Tensor | None,
-        weight: Tensor | None,
-        ignore_index: int,
-        *_options: Any,
-    ) -> Tensor:
-        """The losses `[N]`; likewise."""
-        how = {"reduction": "none", "ignore_index": ignore_index}
-        return _linear_cross_entropy(input, linear_weight, target, linear_bias, weight, **how)
+
+if importlib.util.find_spec("torch.nn.modules.linear_cross_entropy") is not None:  # torch 2.13
+    # It defines them; torch imports it at the first call.
+    importlib.import_module("torch.nn.modules.linear_cross_entropy")
+    for _name in ("_linear_cross_entropy_batch_chunked", "_linear_cross_entropy_batch_chunked_no_reduction"):
+        if hasattr(torch.ops.torch_nn, _name):
+            _register_chunked(getattr(torch.ops.torch_nn, _name).default)
