@@ -60,6 +60,11 @@ def _acceptable(spec: Spec, *args: Any) -> list[tuple[list[Placement], list[Plac
     ]
 
 
+def _alike(*args: Any) -> list[tuple[list[Placement], list[Placement | None]]]:
+    """Placements of a copy: those of what is copied."""
+    return [([placement], [placement]) for placement in (Replicate(), *map(Shard, range(len(args[0].shape))))]
+
+
 def _is_cut(rules: RuleTable, args: Sequence[Any]) -> bool:
     """Whether a call has a tensor of the shape of x that is cut along an axis which is not free."""
     axes = axes_of_call(rules.spec, args)
@@ -154,6 +159,9 @@ def register() -> None:
             # DTensor remembers a call by its tensors, and by its other arguments from this one on: by default the first
             # integer, before which are flags, such as whether attention is causal, and tensors that may be None.
             known[op.overload].static_argnum = 0
+    constant = registered_primitives().get("primitives_decompositions::constant")
+    if constant is not None:
+        register_sharding(constant.overload)(_alike)
     torch.library.register_torch_dispatch(f"{NAMESPACE}::write_back", DTensor, _write_back)
     # Questions of torch to a tensor and its tangent that DTensor does not answer.
     torch.library.register_torch_dispatch("aten::_has_same_storage_numel", DTensor, _have_same_storage)
