@@ -62,7 +62,8 @@ def _acceptable(spec: Spec, *args: Any) -> list[tuple[list[Placement], list[Plac
 
 def _alike(*args: Any) -> list[tuple[list[Placement], list[Placement | None]]]:
     """Placements of a copy: those of what is copied."""
-    return [([placement], [placement]) for placement in (Replicate(), *map(Shard, range(len(args[0].shape))))]
+    cut = [Shard(dim) for dim in range(len(args[0].shape))]
+    return [([placement], [placement]) for placement in (Replicate(), *cut)]
 
 
 def _is_cut(rules: RuleTable, args: Sequence[Any]) -> bool:
