@@ -14,7 +14,10 @@ if TYPE_CHECKING:
 
     from primitives.ops.attention.rows import Problem
 
-__all__ = ["flash", "flash_bwd"]
+__all__ = ["flash", "flash_bwd", "has_lost_sums", "sees_no_key"]
+
+# Of lse, relative to the precision of its dtype: P = exp(S - lse) is off by half as much.
+LARGEST_LSE = 2.0**-11
 
 
 def _serves(problem: Problem) -> bool:
@@ -61,6 +64,22 @@ def _has_finite_scores(problem: Problem, bias: Tensor | None) -> bool:
     return largest < most and (bias is None or bias.amax().item() < most - largest)
 
 
+def sees_no_key(bias: Tensor, lse: Tensor) -> Tensor:
+    """Whether a row of `lse` sees no key, by a bias or a boolean mask."""
+    hidden = ~bias if bias.dtype == torch.bool else bias == -math.inf
+    return hidden.all(-1).expand(lse.shape)
+
+
+def has_lost_sums(lse: Tensor) -> bool:
+    """Whether a row's scores are so large that lse cannot hold the logarithm of their number beside them.
+
+    That is so where a model hides all keys of a row by the least number of its dtype in place of `-inf`. ATen's backward
+    then takes 1 for each probability.
+    """
+    largest = lse.masked_fill(lse == -math.inf, 0.0).abs().amax() if lse.numel() else 0.0
+    return bool(largest > LARGEST_LSE / torch.finfo(lse.dtype).eps)
+
+
 def flash(problem: Problem) -> tuple[Tensor, Tensor] | None:
     """O and lse."""
     if not _serves(problem):
@@ -74,7 +93,7 @@ def flash(problem: Problem) -> tuple[Tensor, Tensor] | None:
     # it by chance.
     if not lse.all():
         if bias is not None:
-            lse.masked_fill_((bias == -math.inf).all(-1).expand(lse.shape), -math.inf)
+            lse.masked_fill_(sees_no_key(bias, lse), -math.inf)
         if not lse.all() and not _has_finite_scores(problem, bias):
             return None
     # For other rows with an infinite score it says 0 or NaN, by where the score lies.
@@ -90,6 +109,8 @@ def flash_bwd(problem: Problem) -> tuple[Tensor, Tensor, Tensor] | None:
     if problem.o_bar is None or problem.lse_bar is not None or problem.dtype != problem.q.dtype or not _serves(problem):
         return None
     bias, lse = _hidden(problem), _folded(problem.lse.unsqueeze(-1)).squeeze(-1)  # type: ignore[union-attr] - one of a kernel's call
+    if has_lost_sums(lse):
+        return None
     if bias is not None:
         lse = lse.masked_fill(lse == -math.inf, 0.0)
     # ATen returns a cotangent for each head of q.

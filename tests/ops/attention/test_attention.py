@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.func import grad, jvp, vjp
 
 import primitives as pr
@@ -293,3 +294,34 @@ def test_memory_grows_with_the_number_of_rows():
 @pytest.mark.parametrize("name", MODES)
 def test_memory_of_every_mode(name):
     assert_linear(name, 2048)
+
+
+@pytest.mark.parametrize("how", ["functional", "repaired"])
+@pytest.mark.parametrize("hidden", [False, -float("inf"), "min"])
+def test_a_row_whose_keys_are_all_hidden_in_any_way_has_the_derivatives_of_the_definition(hidden, how):
+    """As left padding does in causal models: beside the least number lse cannot hold the logarithm of a count."""
+    q, k, v = torch.randn(3, 1, 2, 4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    seen = torch.ones(4, 4, dtype=torch.bool).tril()
+    seen[0] = False
+    least = torch.finfo(torch.float64).min if hidden == "min" else hidden
+    mask = seen if hidden is False else torch.zeros(4, 4, dtype=torch.float64).masked_fill(~seen, least)
+
+    def definition(q, k, v):
+        scores = q @ k.mT / 8**0.5
+        scores = scores.masked_fill(~mask, -torch.inf) if hidden is False else scores + mask
+        blind = (scores == -torch.inf).all(-1, keepdim=True)
+        return scores.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0) @ v
+
+    def orders(attention):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        first = torch.autograd.grad(attention(*leaves).sin().sum(), leaves)
+        gradient = torch.autograd.grad(attention(*leaves).sin().sum(), leaves, create_graph=True)
+        return [*first, *gradient, *torch.autograd.grad(sum(g.square().sum() for g in gradient), leaves)]
+
+    if how == "functional":
+        found = orders(lambda q, k, v: pr.functional.scaled_dot_product_attention(q, k, v, mask))
+    else:
+        with pr.repair_torch():
+            found = orders(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, mask))
+    for got, expected in zip(found, orders(definition), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
