@@ -8,6 +8,7 @@ holds after the repair has ended, on every thread, and for nodes that `primitive
 from __future__ import annotations
 
 import functools
+import importlib
 import math
 import threading
 from typing import TYPE_CHECKING, Any
@@ -121,8 +122,22 @@ def _attention(
         attn_mask = attn_mask.reshape([1] * (q.dim() - attn_mask.dim()) + [*attn_mask.shape])
     is_mask = attn_mask is not None and attn_mask.dtype == torch.bool
     bias, mask = (None, attn_mask) if is_mask else (attn_mask, None)
+    if attn_mask is not None:
+        # Torch says 0.
+        lse = lse.masked_fill(_rows_of_attention().sees_no_key(attn_mask, lse), -math.inf)
     options = mask, None, None, scale, is_causal, 0.0, (True, True, True, False)
     return _backward_of("attention")(o_bar, None, q, k, v, bias, o, lse, *options)[:3]
+
+
+@functools.cache
+def _rows_of_attention() -> Any:
+    """The module, which imports this one."""
+    return importlib.import_module("primitives.ops.attention.cpu_attention")
+
+
+def _has_lost_sums(*args: Any, attn_mask: Tensor | None = None, **_: Any) -> bool:
+    """Whether torch's backward of attention takes 1 for each probability of some row."""
+    return attn_mask is not None and attn_mask.dtype != torch.bool and _rows_of_attention().has_lost_sums(args[5])
 
 
 _FORMULAS: dict[OpOverload, Callable[..., Any]] = {
@@ -132,6 +147,8 @@ _FORMULAS: dict[OpOverload, Callable[..., Any]] = {
 }
 
 
+# Backward operators, and whether torch's own result for some arguments is wrong.
+_WRONG_AT_ONCE = {"aten::_scaled_dot_product_flash_attention_for_cpu_backward": _has_lost_sums}
 # Operators whose nodes call a backward operator of another name.
 _ALIKE = {
     "_native_batch_norm_legit": "native_batch_norm",
@@ -161,17 +178,19 @@ def backward_operators() -> dict[str, Callable[..., Any]]:
 def _kernel(name: str, formula: Callable[..., Any], own: Callable[..., Any]) -> Callable[..., Any]:
     is_grad_enabled, peek = torch.is_grad_enabled, _functorch.peek_interpreter_stack
     mistakes_layouts = name == "aten::native_batch_norm_backward"
+    is_wrong = _WRONG_AT_ONCE.get(name)
 
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         is_plain = forward_ad._current_level < 0 and peek() is None and not is_traced()
         is_misread = mistakes_layouts and _is_one_sample_of_two_layouts(*args[:2])
-        if is_plain and not is_grad_enabled() and not is_misread:
+        is_wrong_at_once = is_plain and is_wrong is not None and is_wrong(*args, **kwargs)
+        if is_plain and not is_grad_enabled() and not (is_misread or is_wrong_at_once):
             return own(keyset, *args, **kwargs)
         node: Any = _C._current_autograd_node()
         is_ours = is_active() or (node is not None and node._sequence_nr() < _Recorded.until)
         if is_misread and is_ours:
             args = (torch.empty_like(args[1]).copy_(args[0]), *args[1:])
-        if not is_ours or is_repairing(name) or not _is_differentiated(args, kwargs):
+        if not is_ours or is_repairing(name) or not (is_wrong_at_once or _is_differentiated(args, kwargs)):
             return own(keyset, *args, **kwargs)
         with repairing(name):
             return formula(*args, **kwargs)

@@ -73,8 +73,8 @@ def sees_no_key(bias: Tensor, lse: Tensor) -> Tensor:
 def has_lost_sums(lse: Tensor) -> bool:
     """Whether a row's scores are so large that lse cannot hold the logarithm of their number beside them.
 
-    That is so where a model hides all keys of a row by the least number of its dtype in place of `-inf`. ATen's backward
-    then takes 1 for each probability.
+    That is so where a model hides all keys of a row by the least number of its dtype in place of `-inf`. ATen's
+    backward then takes 1 for each probability.
     """
     largest = lse.masked_fill(lse == -math.inf, 0.0).abs().amax() if lse.numel() else 0.0
     return bool(largest > LARGEST_LSE / torch.finfo(lse.dtype).eps)
