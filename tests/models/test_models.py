@@ -209,8 +209,6 @@ BY_NIGHT = [
     for name in ("gpt2", "bert", "llama", "vit", "timm_vit", "timm_convnext", "dit", "unet2d")
     for loss in (loss_with_jvp, loss_with_gradient)
     if (name, loss, "inductor") not in DAILY
-    # Second derivatives of repaired attention are not a number in rows that padding hides whole.
-    and (name, loss) != ("llama", loss_with_gradient)
 ]
 
 
