@@ -93,6 +93,7 @@ test-models: $(call installed,models)
 nightly: $(call installed,models)
 	env -u TRITON_INTERPRET $(PYTEST) tests --ignore=tests/kernels $(PARALLEL) -m nightly $(PYTEST_ARGS)
 	TRITON_INTERPRET=1 $(PYTEST) tests/kernels $(PARALLEL) -m nightly $(PYTEST_ARGS)
+	for chip in sm_80 sm_90; do env -u TRITON_INTERPRET $(PYTEST) tests/kernels --device $$chip $(PARALLEL) $(PYTEST_ARGS) || exit 1; done
 
 fuzz: $(call installed,test)
 	FUZZ_EXAMPLES=$(or $(FUZZ_EXAMPLES),5000) $(PYTEST) tests/test_fuzz.py $(PARALLEL) $(PYTEST_ARGS)

@@ -18,15 +18,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Add `--device`."""
     parser.addoption(
         "--device",
-        choices=("cpu", "cuda"),
+        choices=("cpu", "cuda", "sm_80", "sm_90"),
         default="cpu",
-        help="where the tests that take the device fixture run; on cuda they run the Triton kernels themselves",
+        help="where the tests that take the device fixture run: on cuda they run the Triton kernels themselves, for "
+        "sm_80 and sm_90 compiled and emulated on the CPU",
     )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests that use the device are what `-m gpu` selects on a device; what needs a GPU is skipped without one."""
-    on_device = config.getoption("--device") == "cuda"
+    on_device = config.getoption("--device") != "cpu"
     items[:] = [item for item in items if not _has_its_turn_elsewhere(item)]
     for item in items:
         if on_device and "device" in getattr(item, "fixturenames", ()):
@@ -59,7 +60,7 @@ def device(pytestconfig: pytest.Config) -> torch.device:
     name = pytestconfig.getoption("--device")
     if name == "cuda" and not torch.cuda.is_available():
         pytest.exit("--device cuda: torch sees no CUDA device.", returncode=pytest.ExitCode.USAGE_ERROR)
-    return torch.device(name)
+    return torch.device("cuda" if name == "cuda" else "cpu")
 
 
 BACKENDS = {"reference": "reference", "cpu": "auto", "triton": "triton", "cuda": "auto"}

@@ -16,8 +16,15 @@ FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 RETURNED = (
     *(pr.AuditReport, pr.Finding, pr.custom.BackwardContext, pr.custom.CustomOp, pr.custom.VmapInfo),
     *(pr.functional.BatchNormOutput,),
-    *(pr.testing.Report, pr.testing.Row, pr.tracing.JointGraph, pr.tracing.PhiloxState, pr.tracing.PureFunction),
-    *(pr.tracing.PureModule, pr.tracing.SubclassSpec, pr.tracing.Unwrapped),
+    *(
+        pr.testing.KernelReport,
+        pr.testing.Report,
+        pr.testing.Row,
+        pr.tracing.JointGraph,
+        pr.tracing.PhiloxState,
+        pr.tracing.PureFunction,
+    ),
+    *(pr.tracing.PureFunction, pr.tracing.PureModule, pr.tracing.SubclassSpec, pr.tracing.Unwrapped),
 )
 
 

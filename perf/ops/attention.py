@@ -160,7 +160,8 @@ class Attention(Operands):
         statistic = torch.promote_types(dtype, torch.float32)
         bars = (random(*batch, heads, rows, dtype=statistic, seed=seed) for seed in (8, 9))
         operands: Any = (*(x.transpose(-2, -3) for x in matrices), *bars)
-        return cls(*operands, **options)
+        # Scores of the size that they have in models: what rounding does to probabilities grows with it.
+        return cls(*operands, **{"scale": width**-0.5, **options})
 
     def call(self, mode: str, wanted: Sequence[bool] | None = None, derived: Mapping[str, Any] | None = None) -> Call:
         """As for all; no kernel has a cotangent of a bias that is absent or broadcast."""

@@ -1,6 +1,17 @@
-"""Proof of an operator's rules: `check_rules` holds them to the reference, to differences and to one another."""
+"""Proofs of an operator's rules, by its reference and by differences, and of Triton kernels, executed without a GPU."""
 
 from primitives.testing._check import PROPERTIES, check_rule, check_rules
+from primitives.testing._kernels import KernelError, KernelReport, check_kernel
 from primitives.testing._report import Report, Row, RuleError
 
-__all__ = ["PROPERTIES", "Report", "Row", "RuleError", "check_rule", "check_rules"]
+__all__ = [
+    "PROPERTIES",
+    "KernelError",
+    "KernelReport",
+    "Report",
+    "Row",
+    "RuleError",
+    "check_kernel",
+    "check_rule",
+    "check_rules",
+]

@@ -16,6 +16,8 @@ from tests.kernels.truth import check_values
 from triton_kernels.runtime.chips import chip_of, use_chip
 from triton_kernels.runtime.kernel import INTERPRETED
 
+EMULATED = not INTERPRETED and not torch.cuda.is_available()
+
 
 def check(call: Call, *, in_any_order: bool = True) -> None:
     """Hold one call to everything. Scratch and outputs begin as NaN each time.
@@ -29,9 +31,9 @@ def check(call: Call, *, in_any_order: bool = True) -> None:
     if seen is not None:
         check_cost(call, seen, first)
     check_values(call, first)
-    if in_any_order or seen is None:
+    if (in_any_order or seen is None) and not EMULATED:
         check_order(call, first)
-    if seen is None:
+    if seen is None and not EMULATED:
         few = dataclasses.replace(chip_of(torch.get_default_device()), num_processors=3)
         with use_chip(few):
             check_values(call)

@@ -1,7 +1,7 @@
 """Kernel tests run in Triton's interpreter, where no kernel may touch anything but the elements of its arguments.
 
-With `--device cuda` those that take the device run the compiled kernels on it. On both, memory is poisoned with NaN
-before a kernel writes it.
+With `--device cuda` those that take the device run the compiled kernels on it, with `--device sm_80` and `sm_90` they
+emulate them (see `check_kernel`). On all, memory is poisoned with NaN before a kernel writes it.
 """
 
 from __future__ import annotations
@@ -22,6 +22,30 @@ def pytest_configure(config: pytest.Config) -> None:
         from tests.kernels import interpreting
 
         interpreting.install()
+    elif _is_emulated(config):
+        from triton_kernels.runtime.chips import CHIPS, use_chip
+
+        few = dataclasses.replace(CHIPS[str(config.getoption("--device"))], num_processors=4)
+        plans = contextlib.ExitStack()
+        plans.enter_context(use_chip(few))
+        config.add_cleanup(plans.close)
+
+
+def _is_emulated(config: pytest.Config) -> bool:
+    return str(config.getoption("--device")).startswith("sm_")
+
+
+@pytest.fixture(autouse=True)
+def emulation(pytestconfig: pytest.Config) -> Iterator[None]:
+    """With `--device sm_80`, launches are compiled for it and emulated, and nothing wrong may be reported."""
+    if not _is_emulated(pytestconfig):
+        yield
+        return
+    from primitives.testing._ptx.launching import emulated
+
+    with emulated(str(pytestconfig.getoption("--device"))) as seen:
+        yield
+    assert not seen.faults, "\n".join(map(str, seen.faults))
 
 
 @pytest.fixture(autouse=True)

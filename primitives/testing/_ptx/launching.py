@@ -1,0 +1,245 @@
+"""Launches of Triton kernels, compiled for a chip that is not there and run by the emulator on CPU tensors."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import re
+import unittest.mock
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import triton
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from primitives.testing._ptx import instructions  # noqa: F401 - registers them
+from primitives.testing._ptx.machine import Machine, prepared
+from primitives.testing._ptx.memory import BASE, Fault, Faults, Memory, Traffic
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+__all__ = ["CHIPS", "Emulation", "Launched", "StandInDriver", "emulated"]
+
+Array = Any
+
+# Shared memory of a block and registers of a processor, by the data sheets of A100 and H200.
+CHIPS = {"sm_80": (166912, 108), "sm_90": (232448, 132)}
+_REGISTERS = 65536
+
+
+class StandInDriver:
+    """Stands in for the driver of a chip, with what Triton asks of one before it loads a kernel."""
+
+    def __init__(self, chip: str) -> None:
+        self.utils = self
+        self._capability = int(chip.removeprefix("sm_"))
+        self._shared_bytes, self._processors = CHIPS[chip]
+
+    def get_current_target(self) -> GPUTarget:
+        """Chip that Triton compiles for."""
+        return GPUTarget("cuda", self._capability, 32)
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        """Limits that Triton checks a compiled kernel against."""
+        limits = {"max_shared_mem": self._shared_bytes, "multiprocessor_count": self._processors}
+        return limits | {"warpSize": 32, "max_num_regs": _REGISTERS}
+
+    def get_current_device(self) -> int:
+        """A number that no device has: Triton keeps compiled kernels for each."""
+        return 1000 + self._capability
+
+    def get_current_stream(self, device: int) -> int:
+        """Handle of a stream."""
+        return 0
+
+
+class Launched(NamedTuple):
+    """One launch.
+
+    Attributes:
+        kernel: The kernel's name.
+        grid: Numbers of programs.
+        loads: What it loads, by the names of arguments; those that share a storage are one.
+        stores: What it stores.
+        counts: Instructions of threads and of warps, barriers of blocks, passes over the banks of shared memory, and
+            how many of these are conflicts.
+    """
+
+    kernel: str
+    grid: tuple[int, ...]
+    loads: dict[str, Traffic]
+    stores: dict[str, Traffic]
+    counts: dict[str, int]
+
+    def __str__(self) -> str:
+        counts = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in self.counts.items())
+        lines = [f"  {self.kernel}, {' x '.join(map(str, self.grid))} programs: {counts}"]
+        for verb, traffic in (("loads", self.loads), ("stores", self.stores)):
+            for name, each in traffic.items():
+                if each.num_bytes:
+                    widths = ", ".join(map(str, sorted(each.widths)))
+                    sizes = f"{each.num_bytes} bytes of {name}, {each.distinct_bytes} distinct, {widths} at once"
+                    lines.append(f"    {verb} {sizes}, in {each.requests} requests of {each.sectors} sectors")
+        return "\n".join(lines)
+
+
+class _Allocations(TorchDispatchMode):
+    """Which bytes nobody has written of storages that torch made without values, by address."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.undefined: dict[int, Array] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        is_empty = func.overloadpacket.__name__.startswith(("empty", "new_empty"))
+        given = {each.untyped_storage().data_ptr() for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)}
+        for each in tree_leaves(result):
+            if not isinstance(each, Tensor) or not (pointer := each.untyped_storage().data_ptr()):
+                continue
+            if is_empty:
+                self.undefined[pointer] = np.ones(each.untyped_storage().nbytes(), np.uint8)
+            elif pointer not in given or func._schema.is_mutable:
+                # Memory of a tensor that is gone, or that torch has written.
+                self.undefined.pop(pointer, None)
+        return result
+
+
+class Emulation:
+    """Launches in a context, and what is wrong about them.
+
+    Attributes:
+        faults: All faults.
+        launches: All launches.
+    """
+
+    def __init__(
+        self,
+        is_approximate: bool = False,
+        edit: Callable[[str, str], str] | None = None,
+        alter: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+    ) -> None:
+        self.faults: list[Fault] = []
+        self.launches: list[Launched] = []
+        self.allocations = _Allocations()
+        self._is_approximate, self._edit, self._alter = is_approximate, edit, alter
+
+    def run(self, function: JITFunction, grid: Any, args: tuple, options: dict[str, Any]) -> None:
+        """Compile and run one launch."""
+        names = function.arg_names
+        values = {each.name: each.default for each in function.params if each.has_default}
+        values |= dict(zip(names, args, strict=False)) | {n: v for n, v in options.items() if n in names}
+        given = self._alter(values) if self._alter is not None else values
+        rest = {name: value for name, value in options.items() if name not in names}
+        compiled = function.warmup(*(given[name] for name in names), grid=(1,), **rest)
+        ptx = compiled.asm["ptx"]
+        ptx = ptx if self._edit is None else self._edit(function.__name__, ptx)
+        places: Any = grid(values) if callable(grid) else grid
+        grid = tuple(places)
+        memory, pointers = self._memory(values)
+        program = prepared(ptx, self._is_approximate)
+        source: Any = compiled.src
+        flat = _flat(source.signature.values(), [values[name] for name in source.signature])
+        parameters = [_parameter(kind, value, pointers) for kind, value in flat]
+        # Scratch memory for profilers and the like.
+        parameters += [np.zeros(1, np.uint64)] * (len(program.code.parameters) - len(parameters))
+        faults = Faults(function.__name__)
+        machine = Machine(program, memory, parameters, compiled.metadata.shared, faults)
+        machine.run(grid)
+        memory.write_back()
+        for pointer, address in pointers.items():
+            undefined = self.allocations.undefined.get(pointer)
+            if undefined is not None:
+                at = address - BASE
+                # Where no element lies nothing has changed.
+                undefined &= memory.undefined[at : at + len(undefined)] | ~memory.valid[at : at + len(undefined)] & 1
+        threads = program.code.threads
+        loads, stores = (memory.traffic(is_store, threads) for is_store in (False, True))
+        self.launches.append(Launched(function.__name__, grid, loads, stores, dict(machine.counts)))
+        self.faults += faults.values()
+
+    def _memory(self, values: dict[str, Any]) -> tuple[Memory, dict[int, int]]:
+        """The memory of all arguments, and where each storage lies in it, by its address."""
+        storages: dict[int, tuple[Any, list[str], Array]] = {}
+        for name, value in values.items():
+            for each in tree_leaves(value):
+                if isinstance(each, Tensor) and each.untyped_storage().nbytes():
+                    storage = each.untyped_storage()
+                    _, names, valid = storages.setdefault(
+                        storage.data_ptr(), (storage, [], np.zeros(storage.nbytes(), np.uint8))
+                    )
+                    names.append(name)
+                    _mark_elements(each, valid)
+        memory, pointers = Memory(), {}
+        for pointer, (storage, names, valid) in storages.items():
+            data = np.frombuffer((ctypes.c_uint8 * storage.nbytes()).from_address(pointer), np.uint8)
+            undefined = self.allocations.undefined.get(pointer)
+            pointers[pointer] = memory.add(", ".join(names), data, valid, undefined, pointer % 512)
+        memory.freeze()
+        return memory, pointers
+
+
+def _mark_elements(tensor: Tensor, valid: Array) -> None:
+    """Mark the bytes of the elements of a tensor in those of its storage."""
+    if not tensor.numel():
+        return
+    size = tensor.element_size()
+    strides = (*(stride * size for stride in tensor.stride()), 1)
+    start = valid[tensor.storage_offset() * size :]
+    np.lib.stride_tricks.as_strided(start, (*tensor.shape, size), strides)[...] = 1
+
+
+def _flat(kinds: Any, values: Any) -> Iterator[tuple[str, Any]]:
+    for kind, value in zip(kinds, values, strict=True):
+        if isinstance(kind, tuple):
+            yield from _flat(kind, value)
+        elif kind != "constexpr":
+            yield kind, value
+
+
+def _parameter(kind: str, value: Any, pointers: dict[int, int]) -> Array:
+    if kind.startswith("*"):
+        if value is None or not value.untyped_storage().nbytes():
+            return np.zeros(1, np.uint64)
+        start = pointers[value.untyped_storage().data_ptr()]
+        return np.array([start + value.storage_offset() * value.element_size()], np.uint64)
+    if kind.startswith("fp"):
+        return np.array([value], f"f{int(kind[2:]) // 8}")
+    bits = max(int(re.sub(r"\D", "", kind)), 8)
+    return np.array([int(value) & (1 << bits) - 1], f"u{bits // 8}")
+
+
+@contextlib.contextmanager
+def emulated(chip: str = "sm_80", **options: Any) -> Iterator[Emulation]:
+    """Context in which launches of kernels that `triton.jit` made are compiled for a chip, and emulated.
+
+    Options are those of `Emulation`: `edit` changes the PTX of a kernel, given its name, and `alter` the arguments that
+    Triton compiles for, so that a test can plant faults.
+    """
+    emulation = Emulation(**options)
+    run = JITFunction.run
+
+    def emulate(function: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        if warmup:
+            return run(function, *args, grid=grid, warmup=True, **kwargs)
+        return emulation.run(function, grid, args, kwargs)
+
+    driver: Any = triton.runtime.driver
+    try:
+        before = driver.active
+    except RuntimeError:
+        # There is no GPU.
+        before = None
+    driver.set_active(StandInDriver(chip))
+    try:
+        with unittest.mock.patch.object(JITFunction, "run", emulate), emulation.allocations, knobs.compilation.scope():
+            knobs.compilation.disable_line_info = True
+            yield emulation
+    finally:
+        driver.set_active(before)

@@ -1,0 +1,254 @@
+"""Instructions that a thread executes for itself, by the tables and rules of the PTX manual."""
+
+from __future__ import annotations
+
+import fractions
+
+import numpy as np
+import pytest
+
+from primitives.testing._ptx.code import UnsupportedInstructionError
+from tests.ptx.running import compute, run
+
+NAN, INF = float("nan"), float("inf")
+TINY = 1e-40  # A subnormal number in float32.
+
+
+def bits(values, kind):
+    return np.asarray(values, kind).view(f"u{np.dtype(kind).itemsize}").tolist()
+
+
+# The result's kind, the operand's, the numbers, and what comes of them.
+CONVERSIONS = {
+    "cvt.rn.bf16.f32": (
+        *("bf16 f32", [1.0, 1.00390625, 1.01171875, 3.4e38, NAN, -INF, 1.003907]),
+        [0x3F80, 0x3F80, 0x3F82, 0x7F80, 0x7FFF, 0xFF80, 0x3F81],
+    ),
+    "cvt.rn.f16.f32": ("f16 f32", [1.0, 65519.0, 65520.0, 2.0**-25, 2.0**-24 * 1.5], [1.0, 65504.0, INF, 0.0, 2**-23]),
+    "cvt.f32.bf16": ("f32 bf16", [0x3F80, 0x7F80, 0x0001], [1.0, INF, 2.0**-133]),
+    "cvt.rn.f32.f64": ("f32 f64", [1 + 2**-24, 1 + 3 * 2**-24, 1e300], [1.0, 1 + 2**-22, INF]),
+    "cvt.rzi.s32.f32": ("s32 f32", [1.9, -1.9, 3e9, -3e9, NAN, INF], [1, -1, 2**31 - 1, -(2**31), 0, 2**31 - 1]),
+    "cvt.rni.s32.f32": ("s32 f32", [0.5, 1.5, 2.5, -0.5], [0, 2, 2, 0]),
+    "cvt.rmi.s32.f32": ("s32 f32", [-0.1, 1.9], [-1, 1]),
+    "cvt.rpi.s32.f32": ("s32 f32", [-0.9, 1.1], [0, 2]),
+    "cvt.rzi.u32.f32": ("u32 f32", [-1.0, 5e9, 4e9], [0, 2**32 - 1, 4 * 10**9]),
+    "cvt.rzi.u64.f64": ("u64 f64", [2.0**63, 2.0**64, -1.0], [2**63, 2**64 - 1, 0]),
+    "cvt.rn.f32.s64": ("f32 s64", [2**24 + 1, 2**24 + 3, -(2**63)], [2.0**24, 2.0**24 + 4, -(2.0**63)]),
+    "cvt.rn.f32.u64": ("f32 u64", [2**64 - 1], [2.0**64]),
+    "cvt.u16.u32": ("u16 u32", [0x12345678], [0x5678]),
+    "cvt.s64.s32": ("s64 s32", [-2], [-2]),
+    "cvt.u64.u32": ("u64 u32", [2**32 - 1], [2**32 - 1]),
+    "cvt.sat.s16.s32": ("s16 s32", [40000, -40000, 7], [32767, -32768, 7]),
+    "cvt.rni.f32.f32": ("f32 f32", [0.5, 1.5, -0.25], [0.0, 2.0, -0.0]),
+    "cvt.sat.f32.f32": ("f32 f32", [-1.0, 0.25, 7.0], [0.0, 0.25, 1.0]),
+    "cvt.ftz.f32.f32": ("f32 f32", [TINY, -TINY], [0.0, -0.0]),
+}
+
+
+@pytest.mark.parametrize("form", CONVERSIONS)
+def test_cvt(form):
+    kinds, values, expected = CONVERSIONS[form]
+    dtype = compute(f"{form} {{0}}, {{1}}", kinds, values).dtype
+    assert bits(compute(f"{form} {{0}}, {{1}}", kinds, values), dtype) == bits(expected, dtype)
+
+
+def test_cvt_of_two_puts_the_first_into_the_upper_half():
+    found = compute("cvt.rn.bf16x2.f32 {0}, {1}, {2}", "b32 f32 f32", [1.0], [-2.0])
+    assert found.tolist() == [0x3F80C000]
+
+
+# Zeros have signs here: -0.0 is the lesser.
+@pytest.mark.parametrize(
+    "form, expected",
+    [
+        ("min.f32", [2.0, 2.0, -0.0, -0.0, -INF]),
+        ("max.f32", [2.0, 2.0, 0.0, 0.0, 1.0]),
+        ("min.NaN.f32", [NAN, NAN, -0.0, -0.0, -INF]),
+        ("max.NaN.f32", [NAN, NAN, 0.0, 0.0, 1.0]),
+    ],
+)
+def test_extrema(form, expected):
+    found = compute(
+        f"{form} {{0}}, {{1}}, {{2}}", "f32 f32 f32", [NAN, 2.0, 0.0, -0.0, 1.0], [2.0, NAN, -0.0, 0.0, -INF]
+    )
+    np.testing.assert_array_equal(found, np.float32(expected))
+    assert (np.signbit(found) == np.signbit(expected))[2:].all()
+
+
+@pytest.mark.parametrize(
+    "form, kinds, value, by, expected",
+    [
+        ("shl.b32", "b32 b32 u32", 1, [0, 31, 32, 2**31], [1, 2**31, 0, 0]),
+        ("shr.u32", "u32 u32 u32", 2**31, [0, 31, 32, 99], [2**31, 1, 0, 0]),
+        ("shr.s32", "s32 s32 u32", -8, [1, 31, 32, 99], [-4, -1, -1, -1]),
+        ("shr.s64", "s64 s64 u32", -8, [1, 63, 64], [-4, -1, -1]),
+        ("shl.b16", "b16 b16 u32", 3, [15, 16], [2**15, 0]),
+    ],
+)
+def test_shifts(form, kinds, value, by, expected):
+    assert compute(f"{form} {{0}}, {{1}}, {{2}}", kinds, value, by).tolist() == expected
+
+
+def field_of(value, start, length, width, is_signed):
+    """`bfe` by the loop of the manual."""
+    top = start + length - 1
+    sign = value >> min(top, width - 1) & 1 if is_signed and length else 0
+    taken = [value >> start + i & 1 if i < length and start + i < width else sign for i in range(width)]
+    found = sum(bit << i for i, bit in enumerate(taken))
+    return found - (1 << width) if is_signed and found >> width - 1 else found
+
+
+@pytest.mark.parametrize("kind", ["u32", "s32", "u64", "s64"])
+def test_bfe(kind):
+    width, is_signed = int(kind[1:]), kind[0] == "s"
+    cases = [(v, p, n) for v in (0x9234_5678_9ABC_DEF0 >> 64 - width, 5) for p in (0, 4, 31, 40) for n in (0, 1, 7, 40)]
+    values, starts, lengths = (list(each) for each in zip(*cases, strict=True))
+    signed = np.array(values, f"u{width // 8}").view(f"{kind[0].replace('s', 'i')}{width // 8}")
+    found = compute(f"bfe.{kind} {{0}}, {{1}}, {{2}}, {{3}}", f"{kind} {kind} u32 u32", signed, starts, lengths)
+    assert found.tolist() == [field_of(*case, width, is_signed) for case in cases]
+
+
+@pytest.mark.parametrize("kind", ["u16", "s16", "u32", "s32", "u64", "s64"])
+def test_products_of_integers(kind):
+    width, letter = int(kind[1:]), {"u": "u", "s": "i"}[kind[0]]
+    words = np.random.default_rng(0).integers(0, 2**63, 16, np.uint64) * np.uint64(2) + np.uint64(1)
+    values = np.r_[
+        words.view(f"{letter}{width // 8}")[:14],
+        words.dtype.type(2**64 - 1).view(f"{letter}8").astype(f"{letter}{width // 8}"),
+        7,
+    ].astype(f"{letter}{width // 8}")
+    other = values[::-1].copy()
+    exact = [int(a) * int(b) for a, b in zip(values, other, strict=True)]
+
+    def wrapped(numbers, size):
+        return [
+            (n + (1 << size - 1)) % (1 << size) - (1 << size - 1) if kind[0] == "s" else n % (1 << size)
+            for n in numbers
+        ]
+
+    text = "{0}, {1}, {2}"
+    assert compute(f"mul.lo.{kind} {text}", f"{kind} {kind} {kind}", values, other).tolist() == wrapped(exact, width)
+    high = [n >> width for n in exact]
+    assert compute(f"mul.hi.{kind} {text}", f"{kind} {kind} {kind}", values, other).tolist() == wrapped(high, width)
+    if width < 64:
+        wide = f"{kind[0]}{2 * width}"
+        found = compute(f"mad.wide.{kind} {text}, {{3}}", f"{wide} {kind} {kind} {wide}", values, other, 5)
+        assert found.tolist() == wrapped([n + 5 for n in exact], 2 * width)
+
+
+def test_division_rounds_to_zero():
+    a, b = [7, -7, 7, -7, -(2**31)], [2, 2, -2, -2, 3]
+    assert compute("div.s32 {0}, {1}, {2}", "s32 s32 s32", a, b).tolist() == [3, -3, -3, 3, -715827882]
+    assert compute("rem.s32 {0}, {1}, {2}", "s32 s32 s32", a, b).tolist() == [1, -1, 1, -1, -2]
+
+
+def test_prmt_takes_bytes_and_their_signs():
+    found = compute("prmt.b32 {0}, {1}, {2}, {3}", "b32 b32 b32 b32", 0x80706050, 0x10FF3020, [0x3210, 0x7654, 0xBE50])
+    assert [f"{n:08x}" for n in found.tolist()] == ["80706050", "10ff3020", "ffff3050"]
+
+
+def rounded(number, kind):
+    """A fraction rounded to nearest, ties to even, from the two floating-point numbers around it."""
+    near = np.dtype(kind).type(float(number))
+    around = [np.nextafter(near, np.dtype(kind).type(side * np.inf)) for side in (-1, 1)]
+    return min([near, *around], key=lambda x: (abs(fractions.Fraction(float(x)) - number), bits([x], kind)[0] & 1))
+
+
+def test_fma_rounds_once():
+    """Also where a sum in float64 lies between two float32."""
+    rng = np.random.default_rng(0)
+    a, b = (1 + rng.integers(0, 2**23, 400) / 2**23).astype(np.float32), np.float32(1 + 2**-23)
+    c = np.concatenate([rng.standard_normal(200) * 2**-30, np.full(200, 2.0**-60)]).astype(np.float32)
+    a[200:], b = 1 + 2**-12, np.where(np.arange(400) < 200, b, np.float32(1 + 2**-12))
+    c[300:] *= -1
+    exact = [
+        fractions.Fraction(float(x)) * fractions.Fraction(float(y)) + fractions.Fraction(float(z))
+        for x, y, z in zip(a, b, c, strict=True)
+    ]
+    found = compute("fma.rn.f32 {0}, {1}, {2}, {3}", "f32 f32 f32 f32", a, b, c)
+    assert found.tolist() == [rounded(each, "f4") for each in exact]
+    # Twice rounded, some would differ.
+    assert (found != (a.astype(np.float64) * b + c).astype(np.float32)).any()
+
+
+def test_fma_of_doubles_keeps_the_error_of_the_product():
+    a = np.array([1 + 2**-30, 2.0, 3.0])
+    found = compute("fma.rn.f64 {0}, {1}, {2}, {3}", "f64 f64 f64 f64", a, a, -a * a)
+    assert found[0] == 2**-60
+    assert found[2] == 0
+
+
+def test_packed_arithmetic_rounds_each_half_once():
+    one, eps = 0x3F80, 0x3C00  # 1 and 2^-7 in bfloat16: 2^-8 is half a unit in the last place.
+    found = compute(
+        "fma.rn.bf16x2 {0}, {1}, {2}, {3}", "b32 b32 b32 b32", one << 16 | one, 0x3B80 << 16 | eps, one << 16 | one
+    )
+    assert found.tolist() == [0x3F80 << 16 | 0x3F81]
+
+
+@pytest.mark.parametrize("op, bound", [("ex2", 2**-22.5), ("rsqrt", 2**-22.9), ("lg2", 2**-22.6), ("tanh", 2**-11)])
+def test_approximations_are_as_far_off_as_they_may_be_and_no_further(op, bound):
+    x = np.linspace(1.5, 9.5, 500, dtype=np.float32)
+    exact = {"ex2": np.exp2, "rsqrt": lambda x: x**-0.5, "lg2": np.log2, "tanh": np.tanh}[op](x.astype(np.float64))
+    for is_approximate, share in ((False, 0.0), (True, 1.0)):
+        found = compute(f"{op}.approx.f32 {{0}}, {{1}}", "f32 f32", x, is_approximate=is_approximate)
+        error = np.abs(found / exact - 1)
+        # And the rounding of the result itself.
+        assert error.max() <= share * bound + 2**-24
+        assert error.max() >= share * bound / 2
+
+
+def test_ftz_flushes_what_goes_in_and_what_comes_out():
+    found = compute("mul.ftz.f32 {0}, {1}, {2}", "f32 f32 f32", [TINY, 1e-30, 2.0], [1e10, 1e-10, -TINY])
+    assert bits(found, "f4") == bits([0.0, 0.0, -0.0], "f4")
+    assert compute("mul.f32 {0}, {1}, {2}", "f32 f32 f32", [1e-30], [1e-10]) > 0
+
+
+ORDERED = {"eq": [0, 1, 0], "ne": [1, 0, 0], "lt": [1, 0, 0], "le": [1, 1, 0], "gt": [0, 0, 0], "ge": [0, 1, 0]}
+UNORDERED = {"equ": [0, 1, 1], "neu": [1, 0, 1], "ltu": [1, 0, 1], "geu": [0, 1, 1], "num": [1, 1, 0], "nan": [0, 0, 1]}
+
+
+@pytest.mark.parametrize("how", {**ORDERED, **UNORDERED})
+def test_comparisons_with_nan(how):
+    body = f"setp.{how}.f32 %p1, {{1}}, {{2}}; selp.b32 {{0}}, 1, 0, %p1"
+    found = compute(body, "b32 f32 f32", [1.0, 2.0, NAN], [2.0, 2.0, 2.0])
+    assert found.tolist() == {**ORDERED, **UNORDERED}[how]
+
+
+def test_comparisons_of_integers_have_a_sign_or_not():
+    for how, kind, expected in (("lt", "s32", 1), ("lo", "u32", 0), ("lt", "u32", 0), ("hi", "u32", 1)):
+        found = compute(f"setp.{how}.{kind} %p1, {{1}}, {{2}}; selp.b32 {{0}}, 1, 0, %p1", "b32 b32 b32", 2**32 - 1, 5)
+        assert found.tolist() == [expected]
+
+
+def test_predicates_combine_and_guard():
+    body = """setp.lt.s32 %p1, {1}, 3; setp.gt.and.s32 %p2, {1}, 0, %p1; not.pred %p3, %p2;
+    mov.b32 {0}, 7; @%p2 mov.b32 {0}, 8; @!%p1 add.s32 {0}, {0}, 100; @%p3 add.s32 {0}, {0}, 1000"""
+    assert compute(body, "b32 s32", [0, 1, 2, 3]).tolist() == [1007, 8, 8, 1107]
+
+
+def test_narrow_loads_fill_their_registers():
+    out, x = np.zeros(4, np.int32), np.array([-1, 5], np.int8)
+    body = "ld.global.s8 %rs1, [%rd1]; ld.global.u8 %rs2, [%rd1]; cvt.s32.s16 %r1, %rs1; cvt.s32.s16 %r2, %rs2;"
+    run(body + "st.global.v2.b32 [%rd0], {%r1, %r2};", [out, x], threads=32)
+    assert out[:2].tolist() == [-1, 255]
+
+
+@pytest.mark.parametrize(
+    "text, name",
+    [
+        ("vabsdiff.s32.s32.s32 %r1, %r0, %r0", "vabsdiff"),
+        ("add.sat.s32 %r1, %r0, %r0", "add.sat.s32"),
+        ("cvt.rn.satfinite.e4m3x2.f32 %rs1, %r0, %r0", "cvt.rn.satfinite.e4m3x2.f32"),
+        ("mul.rz.f32 %r1, %r0, %r0", "mul.rz.f32"),
+        ("ld.local.b32 %r1, [%rd0]", "ld.local.b32"),
+        ("mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%r1}, {%r1}, {%r1}, {%r1}", "mma.sync"),
+        ("bar.sync 1, 64", "bar.sync"),
+        ("mov.u32 %r1, %clock", "%clock"),
+        ("mov.u32 %r1, elsewhere", "elsewhere"),
+        ("frobnicate %r1", "frobnicate"),
+    ],
+)
+def test_what_is_not_known_raises_with_its_name(text, name):
+    with pytest.raises(UnsupportedInstructionError, match=name.replace(".", r"\.")):
+        run(f"{text};", [np.zeros(64, np.uint32)], threads=64)
