@@ -238,6 +238,7 @@ class Resumed(Half):
         return super().__call__(*given)
 
     num_tensors = 0
+    resumes = True
 
 
 class Joint(Half):

@@ -13,6 +13,7 @@ import torch
 from torch import _C
 from torch._C._dynamo.guards import GlobalStateGuard
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.nn.utils import parametrize
 from torch.overrides import _get_current_function_mode_stack, _pop_mode_temporarily
 
 from primitives._compiled._derivatives import SEED, Compiled
@@ -40,12 +41,13 @@ _MANY = 8
 
 @contextlib.contextmanager
 def _said_to_compile() -> Iterator[None]:
-    """Context in which libraries ask for no values, as inside torch.compile and torch.export."""
+    """Context in which libraries ask for no values, as inside torch.compile, and no parametrization is kept."""
     before, torch.compiler._is_compiling_flag = torch.compiler._is_compiling_flag, True
+    cache, parametrize._cache = parametrize._cache, {}
     try:
         yield
     finally:
-        torch.compiler._is_compiling_flag = before
+        torch.compiler._is_compiling_flag, parametrize._cache = before, cache
 
 
 class _Site(Region):

@@ -47,11 +47,13 @@ class Recomputable:
         """Places of results without derivative, whatever they are computed of."""
         return frozenset()
 
-    # Number of results, the last ones and constants, that `resumed` reads.
+    # Number of results, the last ones and constants, that `resumed` may read.
     num_kept = 0
+    # Whether this is a pullback that gets what was kept behind its arguments, and has derivatives in these alone.
+    resumes = False
 
     def resumed(self, num_tensors: int, wanted: Sequence[int], given: Sequence[int]) -> Recomputable:
-        """The pullback, which gets what was kept behind its arguments, and has derivatives in these alone."""
+        """The pullback, from what was kept where there is a way."""
         return self.pullback(num_tensors, wanted, given)
 
     # Its derivatives, of which some kinds know a better way.
@@ -203,7 +205,8 @@ def _backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
     if given and wanted:
         function = ctx.function.resumed(num, wanted, given)
         given_bars: Any = [cotangents[k] for k in given]
-        found = recomputed(function, [*saved[:num], *given_bars], [*saved[num:], *ctx.numbers])
+        kept = [*saved[num:], *ctx.numbers] if function.resumes else ()
+        found = recomputed(function, [*saved[:num], *given_bars], kept)
         for i, bar in zip(wanted, found, strict=True):
             bars[i] = bar
     return None, None, *bars

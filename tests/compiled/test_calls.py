@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import logging
 import os
 import pickle
 import threading
@@ -388,30 +387,6 @@ def test_an_error_leaves_nothing():
     assert not compiled.settings.programs
     fails[0] = False
     same(compiled(X), X.sin())
-
-
-def test_table_graphs_and_log(caplog):
-    net = mlp()
-    step = plainly(lambda x: net(x).sum())
-    with caplog.at_level(logging.INFO, "primitives.compile"):
-        step(X).backward()
-    lines = repr(step).splitlines()
-    assert len(lines) == 4
-    assert "2 programs" in lines[0]
-    assert lines[2].startswith("value, forward")
-    assert lines[2].endswith("1")
-    assert lines[3].startswith("value, backward")
-    assert "0.weight" in step.graphs["value"].primal_names
-    assert any("value, backward" in record.message for record in caplog.records)
-
-
-def test_a_function_that_compiles_again_and_again_says_so_once(caplog):
-    compiled = plainly(lambda x, k: x * k)
-    for k in range(12):
-        compiled(X, float(k))
-    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert len(warnings) == 1
-    assert "k was 6.0 and is 7.0" in warnings[0]
 
 
 def test_custom_operators():

@@ -181,3 +181,33 @@ def test_recorded_backward_passes(f):
         for _ in range(order):
             compiled, truth = recorded(compiled), recorded(truth)
         same(compiled(X[0]), truth(X[0]))
+
+
+def test_a_module_that_returns_energy_and_forces_is_differentiated_by_the_forces_alone():
+    """The last bias moves the energy alone: its gradient is zero, and the backward half cannot be cut for it."""
+
+    class Potential(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1)).double()
+
+        def forward(self, x):
+            energy = self.net(x).sum()
+            return energy, -torch.autograd.grad(energy, x, create_graph=True)[0]
+
+    model, x = Potential(), torch.randn(5, 3, dtype=torch.float64)
+
+    def gradients(model):
+        forces = model(x.clone().requires_grad_())[1]
+        return torch.autograd.grad(forces.square().sum(), list(model.parameters()), materialize_grads=True)
+
+    for found, expected in zip(gradients(pr.compile(model, backend="eager")), gradients(model), strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+def test_a_parametrization_that_is_cached_keeps_nothing_of_the_trace():
+    net = torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(2, 2))
+    x = torch.ones(2, 2)
+    with torch.nn.utils.parametrize.cached():
+        found = pr.compile(net, backend="eager")(x)
+        assert found.allclose(net(x))

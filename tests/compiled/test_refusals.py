@@ -1,5 +1,7 @@
 """What no program can hold is refused with the line and the remedy; planted faults are caught."""
 
+import logging
+
 import numpy as np
 import pytest
 import torch
@@ -172,3 +174,27 @@ def test_planted_faults(fault, loss):
     with pytest.MonkeyPatch.context() as patch:
         fault(patch)
         assert is_caught(loss)
+
+
+def test_table_graphs_and_log(caplog):
+    net = mlp()
+    step = plainly(lambda x: net(x).sum())
+    with caplog.at_level(logging.INFO, "primitives.compile"):
+        step(X).backward()
+    lines = repr(step).splitlines()
+    assert len(lines) == 4
+    assert "2 programs" in lines[0]
+    assert lines[2].startswith("value, forward")
+    assert lines[2].endswith("1")
+    assert lines[3].startswith("value, backward")
+    assert "0.weight" in step.graphs["value"].primal_names
+    assert any("value, backward" in record.message for record in caplog.records)
+
+
+def test_a_function_that_compiles_again_and_again_says_so_once(caplog):
+    compiled = plainly(lambda x, k: x * k)
+    for k in range(12):
+        compiled(X, float(k))
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == 1
+    assert "k was 6.0 and is 7.0" in warnings[0]
