@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from triton_kernels.costs import Cost
-
     # A mode, the operands that are absent, and the wanted results.
     Step = tuple[str, Sequence[str], Sequence[bool] | None]
 
@@ -59,18 +57,10 @@ def pairwise(count: int) -> list[tuple[bool, ...]]:
 
 
 class Call(NamedTuple):
-    """A launcher, its arguments, and how many operands it copies first because no view fits their strides."""
+    """A launcher and its arguments."""
 
     launcher: Callable[..., Any]
     args: tuple[Any, ...]
-    copies: int = 0
-
-    def cost(self) -> Cost:
-        """Its cost, which is that of operands without copies."""
-        from triton_kernels.costs import cost_of
-
-        args = [arg.contiguous() if self.copies and isinstance(arg, torch.Tensor) else arg for arg in self.args]
-        return cost_of(self.launcher, *args)
 
     def results(self) -> tuple[Tensor, ...]:
         """Its results; empty tensors stand for those that are not wanted."""

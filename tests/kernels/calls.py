@@ -119,16 +119,11 @@ def copying_calls(dtype: torch.dtype) -> list[Call]:
     levels = random(2, 4, 3, 6, 10, dtype=dtype)[:, ::2, :, ::2].transpose(0, 2)
     seed = torch.tensor(3)
     return [
-        rows.call("fwd")._replace(copies=1),
-        images.call("train_fwd")._replace(copies=1),
-        images.call("train_bwd")._replace(copies=1),
-        images.change(y_bar=turned).call("train_bwd")._replace(copies=2),
-        images.call("eval_fwd")._replace(copies=1),
-        *(
-            block.call(f"train_{mode}")._replace(copies=n)
-            for mode, n in {"fwd": 1, "fwd_jvp": 2, "bwd": 2, "jvp": 2}.items()
-        ),
-        Call(log_softmax.log_softmax_fwd, (levels, 4, None), 1),
-        Call(dropout.dropout_fwd, (random(3, 20, dtype=dtype), seed, None, 0.0, 0), 1),
-        Call(dropout.dropout_fwd, (levels.as_strided((2, 2, 2, 2, 2), (64, 30, 14, 6, 2)), seed, None, 0.3, 0), 2),
+        rows.call("fwd"),
+        *images.calls("train_fwd", "train_bwd", "eval_fwd"),
+        images.change(y_bar=turned).call("train_bwd"),
+        *block.calls("train_fwd", "train_fwd_jvp", "train_bwd", "train_jvp"),
+        Call(log_softmax.log_softmax_fwd, (levels, 4, None)),
+        Call(dropout.dropout_fwd, (random(3, 20, dtype=dtype), seed, None, 0.0, 0)),
+        Call(dropout.dropout_fwd, (levels.as_strided((2, 2, 2, 2, 2), (64, 30, 14, 6, 2)), seed, None, 0.3, 0)),
     ]

@@ -1,4 +1,4 @@
-"""One call of a launcher, held to everything: values, costs, and results that no order of programs changes."""
+"""One call of a launcher, held to everything: values, bounds, and results that no order of programs changes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from torch import Tensor
 
 from perf.calls import Call
 from tests.kernels.interpreting import reordered_programs
-from tests.kernels.meters import check_cost, measured
 from tests.kernels.truth import check_values
 from triton_kernels.runtime.chips import chip_of, use_chip
 from triton_kernels.runtime.kernel import INTERPRETED
@@ -23,17 +22,14 @@ def check(call: Call, *, in_any_order: bool = True) -> None:
     """Hold one call to everything. Scratch and outputs begin as NaN each time.
 
     Which programs share what follows from the kernel and its plan: without `in_any_order`, a call that differs in
-    other things runs once. The meters see results that are written twice.
+    other things runs once.
     """
-    # A device has no meters. There values are held, also of the plan for fewer processors, and the bits of another run.
-    with measured() if INTERPRETED else contextlib.nullcontext() as seen:
-        first = call.results()
-    if seen is not None:
-        check_cost(call, seen, first)
+    first = call.results()
     check_values(call, first)
-    if (in_any_order or seen is None) and not EMULATED:
+    if (in_any_order or not INTERPRETED) and not EMULATED:
         check_order(call, first)
-    if seen is None and not EMULATED:
+    # A device holds the plan for fewer processors too.
+    if not INTERPRETED and not EMULATED:
         few = dataclasses.replace(chip_of(torch.get_default_device()), num_processors=3)
         with use_chip(few):
             check_values(call)

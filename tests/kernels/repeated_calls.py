@@ -31,8 +31,7 @@ from perf.ops.layer_norm import LayerNorm
 from perf.ops.log_softmax import LogSoftmax
 from perf.ops.softmax import Softmax
 from primitives import functional, use_backend
-from tests.kernels.calls import ROW_PLANS, channels_last, copying_calls, dropout_calls, launched_by
-from tests.kernels.meters import COPIES, Seen
+from tests.kernels.calls import ROW_PLANS, channels_last, dropout_calls, launched_by
 from tests.kernels.stand_ins import Driver, launched, launches, stand_ins
 from triton_kernels.runtime.kernel import Kernel, intercept, observe
 from triton_kernels.runtime.launch_cache import Recipe, repeatable
@@ -172,17 +171,6 @@ def check_toys_and_threads() -> None:
     set_advisor(None)
 
 
-def check_copies() -> None:
-    """Whatever is copied before it is read is copied in every call."""
-    attention = Attention.draw((2, 4, 24, 16), 24)
-    other_layout = attention.change(q_dot=elsewhere(attention.q_dot).contiguous()).call("jvp")
-    for call in (*copying_calls(torch.float32), other_layout._replace(copies=1)):
-        for _ in range(4):
-            with Seen() as seen:
-                call.results()
-            assert [name in COPIES for name in seen.operations] == [True] * call.copies, call.launcher.__name__
-
-
 CALL = LayerNorm.draw((8, 64)).call("jvp")
 X, X_DOT = 0, 4
 
@@ -260,7 +248,6 @@ def check_all() -> None:
         torch.use_deterministic_algorithms(True)
         check_every_launcher()
         check_toys_and_threads()
-        check_copies()
         check_keys()
         check_who_comes_between(driver)
         check_memory()

@@ -1,8 +1,7 @@
-"""Every launcher, under each of its plans and in each layout, once under all meters and once in another order.
+"""Every launcher, under each of its plans and in each layout, once in order and once in another order.
 
-Its results are the truth; its bytes, launches, allocations and operations of torch are those that it declares; no
-kernel leaves its tensors (`interpreting`); and the results are bitwise the same whatever program runs first. On a
-device, which has no meters, its results are the truth and the same in every run.
+Its results are the truth, no kernel leaves its tensors (`interpreting`), and the results are bitwise the same whatever
+program runs first. On a device its results are the truth, and the same in every run.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from perf.calls import EPS, Call, pairwise, random
+from perf.calls import EPS, pairwise, random
 from perf.ops._row_maps import RowMapOperands
 from perf.ops.add_layer_norm import AddLayerNorm
 from perf.ops.batch_norm import BatchNorm
@@ -167,13 +166,11 @@ def test_group_norm(splits, layout, use_limits):
             assert splits < 32 or layout != "one" or "sums" in modes
 
 
-# Whole tiles, and rows that are a multiple of nothing: a single pass moves the partial rows of sums and nothing else.
+# Whole tiles, and rows that are a multiple of nothing.
 @pytest.mark.parametrize("num_cols, dtype", [(1024, torch.bfloat16), (1031, torch.float32)])
 def test_layer_norm_of_rows_of_models(num_cols, dtype):
-    for mode, call in zip(LayerNorm.modes(), LayerNorm.draw((6, num_cols), dtype).calls(), strict=True):
+    for call in LayerNorm.draw((6, num_cols), dtype).calls():
         check(call, in_any_order=False)
-        cost = call.cost()
-        assert (cost.bytes_moved == cost.minimum_bytes) == (mode in {"fwd", "jvp", "fwd_jvp"})
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -381,9 +378,9 @@ def test_dropout(dtype):
         check(call)
     # With nothing to drop, x is copied without a kernel.
     (x, seed, offset, _, batch_ndim) = dropout_calls(dtype)[0].args
-    assert Call(dropout_fwd, (x, seed, offset, 0.0, batch_ndim)).cost().launches == 0
+    assert not launched_by(lambda: dropout_fwd(x, seed, offset, 0.0, batch_ndim))
 
 
-def test_operands_that_no_view_fits_are_copied_once():
+def test_operands_that_no_view_fits():
     for number, call in enumerate(copying_calls(torch.float32)):
         check(call if number % 2 else copying_calls(torch.float64)[number])

@@ -6,10 +6,8 @@ import pytest
 import torch
 
 from tests.kernels.interpreting import run_compiled
-from triton_kernels import costs
-from triton_kernels.norms import _launch, layer_norm
+from triton_kernels.norms import layer_norm
 from triton_kernels.runtime.kernel import intercept, is_tracing, observe, tracing
-from triton_kernels.softmax import log_softmax
 
 
 def test_compiled_launches():
@@ -66,21 +64,6 @@ def test_watchers_of_other_threads_may_end_in_any_order():
     second.__exit__(None, None, None)
     normalize()
     assert seen == [2]
-
-
-def test_costs_are_those_of_the_own_launches_and_take_no_others(monkeypatch):
-    call = X, None, None, 1, 0, 1e-5
-    alone, results = costs.cost_of(layer_norm.layer_norm_fwd, *call), []
-
-    # The launcher calls this in the middle of being counted.
-    def plan(*args, **options):
-        in_another_thread(lambda: results.append(log_softmax.log_softmax_fwd(X, 1, None)))
-        return of_plan(*args, **options)
-
-    of_plan = _launch.plan_rows
-    monkeypatch.setattr(_launch, "plan_rows", plan)
-    assert costs.cost_of(layer_norm.layer_norm_fwd, *call) == alone
-    torch.testing.assert_close(results, [torch.log_softmax(X, 1)])
 
 
 def test_tracing_belongs_to_the_thread():

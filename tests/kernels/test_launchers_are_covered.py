@@ -61,7 +61,7 @@ def some_calls() -> list[Call]:
 def modules() -> list[ModuleType]:
     """Those of the rooms of families, in which a module of launchers has no underscore."""
     names = [module.name for module in pkgutil.walk_packages(triton_kernels.__path__, "triton_kernels.")]
-    of_no_family = re.compile(r"triton_kernels\.(tuning|(costs|runtime)\b.*|_cost|\w+)")
+    of_no_family = re.compile(r"triton_kernels\.(runtime\b.*|\w+)")
     return [importlib.import_module(name) for name in names if not of_no_family.fullmatch(name)]
 
 

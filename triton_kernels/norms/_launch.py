@@ -332,12 +332,11 @@ class Planes(NamedTuple):
     ) -> None:
         """Launch it, and the sums of its results over samples; the arguments are those of `launch_row_sums`.
 
-        More `statistics` are scratch of an earlier kernel.
+        More `statistics` are results of an earlier kernel.
         """
         outputs = dict(zip(totals, totals.values() if parts is None else parts, strict=True))
-        scratch = (*statistics, *outputs) if parts is not None else tuple(statistics)
         given = {**self.operands.statistics, **statistics}
-        operands = self.operands._replace(statistics=given, row_outputs=outputs, scratch=scratch)
+        operands = self.operands._replace(statistics=given, row_outputs=outputs)
         launch_rows(kernel, operands, self.plan, self.sums, (), row_parts, **constants)
         if parts is not None:
             add_partial_rows(parts, [*totals.values()], num_groups, self.partial_rows()[1])

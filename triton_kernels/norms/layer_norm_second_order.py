@@ -150,7 +150,7 @@ def _launch(
     params = {name: given[name] if name in taken else None for name in _PARAMS}
     has_planes = bool(of_sums) and norm.layout != ParamLayout.PER_COLUMN
     has_sums = bool(of_sums) and not has_planes
-    operands = norm.operands(full_size, params, statistics, has_sums)._replace(scratch=_X_DOT_SUMS)
+    operands = norm.operands(full_size, params, statistics, has_sums)
     view, num_groups = operands.view, math.prod(x.shape[: norm.batch_ndim])
     sizes, is_aligned = (*operands.sizes(), x.element_size()), operands.is_aligned(x.element_size())
     plan = None

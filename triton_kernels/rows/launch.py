@@ -1,4 +1,4 @@
-"""Launches of the kernels over rows, each from one description, which also says what the launch costs.
+"""Launches of the kernels over rows, each from one description.
 
 A description names the operands of a kernel by kind. The names are those of the kernel's arguments: `<name>_ptr` of a
 tensor, `<name>_segment_stride`, `<name>_row_stride` and `<name>_col_stride` of one of full size, `<name>_stride` of a
@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from triton_kernels._cost import current_account
 from triton_kernels.rows.plan import plan_param_reduce, row_options
 from triton_kernels.rows.sums import add_partial_rows_kernel
 from triton_kernels.rows.tiles import ParamLayout
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from triton_kernels._cost import Account
     from triton_kernels.rows.plan import RowPlan, SumPlan
     from triton_kernels.rows.view import RowView
     from triton_kernels.runtime.kernel import Kernel
@@ -39,10 +37,9 @@ class Operands(NamedTuple):
     """Operands and outputs of a kernel over rows, by name; None where one is absent.
 
     The view has the geometry, and the operands of full size, whose `names` are in its order. Params are `[segments,
-    num_cols]`, statistics and row outputs have one number per row, and `scratch` names those that one kernel leaves to
-    another. The dtype is that of the arithmetic. Of `seeds` a program reads one, and draws `noise` from it. The
-    `layout` of the parameters has runs of `run` columns, and so many rows, one after another, are `groups` with numbers
-    of their own; so many `planes` share a statistic.
+    num_cols]`, statistics and row outputs have one number per row. The dtype is that of the arithmetic. Of `seeds` a
+    program reads one, and draws `noise` from it. The `layout` of the parameters has runs of `run` columns, and so many
+    rows, one after another, are `groups` with numbers of their own; so many `planes` share a statistic.
     """
 
     view: RowView
@@ -53,7 +50,6 @@ class Operands(NamedTuple):
     row_outputs: Mapping[str, Tensor | None]
     dtype: torch.dtype
     device: torch.device
-    scratch: Collection[str] = ()
     seeds: Tensor | None = None
     noise: Mapping[str, int] = MappingProxyType({})
     groups: int = 1
@@ -117,42 +113,6 @@ class Operands(NamedTuple):
     def num_blocks(self, block_rows: int) -> int:
         """Blocks of rows, each within a segment."""
         return self.view.num_segments * cdiv(self.view.num_rows, block_rows)
-
-    def add_to(
-        self,
-        account: Account,
-        reads: Mapping[str, int],
-        param_programs: int,
-        row_programs: int,
-        num_programs: int | None = None,
-    ) -> None:
-        """Count what a kernel moves that reads each operand as often as `reads` says, and writes each output once.
-
-        `param_programs` load the parameters of a segment, and `row_programs` the statistics of each row; of all
-        programs there are as many as the product if not told.
-        """
-        account.load_often("seed", self.seeds, 8 * (num_programs or param_programs * row_programs))
-        for name, tensor in zip(self.names, self.view.tensors, strict=True):
-            account.load(reads.get(name, 0), **{name: tensor})
-        for name, (param, _) in self.params.items():
-            num_loads = self.view.num_cols
-            if self.layout == ParamLayout.PER_CHANNEL:
-                # One load serves four columns of a run, or a row that has one number.
-                num_loads //= num_loads if self.run == num_loads else 4 if self.run % 4 == 0 else 1
-            row_bytes = 0 if param is None else num_loads * param.element_size()
-            account.load_often(name, param, reads.get(name, 0) * param_programs * row_bytes)
-        for name, tensor in self.statistics.items():
-            nbytes = 0 if tensor is None else tensor.nbytes
-            if name in self.scratch:
-                account.reload((self.planes * row_programs - 1) * nbytes)
-            else:
-                account.load_often(name, tensor, self.planes * row_programs * nbytes)
-        for name, tensor in (*self.outputs.items(), *self.row_outputs.items()):
-            nbytes = 0 if tensor is None else tensor.nbytes
-            if name in self.scratch:
-                account.scratch(nbytes)
-            else:
-                account.store(nbytes)
 
 
 class RowSums(NamedTuple):
@@ -248,44 +208,6 @@ def launch_rows(
     options = row_options(plan, chip_of(operands.device))
     for mode in modes:
         _launch(kernel, operands.num_blocks(plan.block_rows) * plan.col_splits, values | {"MODE": mode}, options)
-    account = current_account()
-    if account is not None:
-        _count_rows(account, operands, plan, sums, writes)
-        for name, tensor in zip(operands.names, operands.view.tensors, strict=True):
-            if name in picks and tensor is not None:
-                account.reload(plan.col_splits * tensor.nbytes // operands.view.num_cols, name)
-
-
-def _count_rows(account: Account, operands: Operands, plan: RowPlan, sums: RowSums, writes: Collection[str]) -> None:
-    """Count what `launch_rows` moves."""
-    num_blocks = operands.num_blocks(plan.block_rows)
-    names = (*operands.names, *operands.params)
-    if not plan.looped:
-        operands.add_to(account, dict.fromkeys(names, 1), num_blocks * (plan.block_rows if operands.layout else 1), 1)
-        return
-    # A sweep that writes reads all parameters.
-    writes = {*writes, *operands.params}
-    reads = {name: (sums.bits > 0 and name in sums.reads) + (name in writes) for name in names}
-    num_sweeps = 2 if plan.col_splits > 1 and sums.bits else 1
-    operands.add_to(account, reads, num_blocks, num_sweeps * plan.col_splits)
-    tensors = dict(zip(operands.names, operands.view.tensors, strict=True))
-    for name in operands.names[: sums.num_anchors]:
-        num_cols = operands.view.num_cols
-        slice_cols = cdiv(cdiv(num_cols, plan.block_cols), plan.col_splits) * plan.block_cols
-        firsts = sum(min(plan.block_cols, num_cols - first) for first in range(0, num_cols, slice_cols))
-        anchor = tensors[name]
-        account.reload(0 if anchor is None else anchor.nbytes // num_cols * firsts, name)
-    again = [tensors[name] for name in operands.names if reads[name] > 1]
-    account.sweep(
-        sum(tensor.nbytes for tensor in again if tensor is not None), num_blocks if plan.col_splits == 1 else 1
-    )
-    num_parts = num_row_parts(operands, plan, sums)
-    nbytes = num_parts * operands.dtype.itemsize * sums.num_wanted
-    if num_parts:
-        nbytes //= sums.places
-        account.scratch(nbytes)
-        # Every program of the second launch merges the results of all that share its row.
-        account.reload((plan.col_splits - 1) * nbytes)
 
 
 def sums_scratch(
@@ -331,14 +253,6 @@ def launch_row_sums(
         "WRITES": bool(sums.bits) or any(output is not None for output in operands.outputs.values()),
     }
     _launch(kernel, num_parts * col_blocks, values, row_options(plan, chip_of(operands.device)))
-    account = current_account()
-    if account is not None:
-        # Each row of a tile has the parameters beside it.
-        reads = dict.fromkeys((*operands.names, *operands.params), 1)
-        operands.add_to(account, reads, num_parts * plan.block_rows, col_blocks, num_parts * col_blocks)
-        count = account.store if parts is None else account.scratch
-        for part in rows:
-            count(0 if part is None else part.nbytes)
     if parts is not None:
         add_partial_rows(parts, [*totals.values()], num_groups, view.num_cols)
 
@@ -364,10 +278,6 @@ def add_partial_rows(
         BLOCK_COLS=plan.block_cols,
         num_warps=plan.num_warps,
     )
-    account = current_account()
-    if account is not None:
-        for _, total in pairs:
-            account.store(0 if total is None else total.nbytes)
 
 
 def _launch(kernel: Kernel, num_programs: int, values: dict[str, Any], options: Mapping[str, Any]) -> None:

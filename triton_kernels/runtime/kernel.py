@@ -53,7 +53,7 @@ _driver: Any = driver
 _runtime = knobs.runtime
 
 # The watchers of launches, outermost first, None for a graph: whether it takes the launch's place, and the thread
-# whose launches it sees, None for all.
+# whose launches a graph takes.
 _watchers: tuple[tuple[Callable | None, bool, int | None], ...] = ()
 _num_recording = 0
 _lock = threading.Lock()
@@ -74,17 +74,14 @@ def _watching(callback: Callable | None, replaces: bool, thread: int | None = No
             _watchers = tuple(other for other in _watchers if other is not entry)
 
 
-def intercept(
-    callback: Callable[[Kernel, Any, tuple, dict[str, Any]], Any], *, every_thread: bool = True
-) -> contextlib.AbstractContextManager[None]:
+def intercept(callback: Callable[[Kernel, Any, tuple, dict[str, Any]], Any]) -> contextlib.AbstractContextManager[None]:
     """Context in which `callback(kernel, grid, args, constants)` takes the place of every launch of the process.
 
     Contexts nest: the innermost sees a launch first, and one outside an `intercept` does not see it at all. The
     callback is given the `Kernel`, the grid, the positional arguments, and the keyword arguments (compile-time
-    constants and options such as `num_warps`); what it raises passes through the launcher. Without `every_thread`, the
-    launches of other threads are left alone.
+    constants and options such as `num_warps`); what it raises passes through the launcher.
     """
-    return _watching(callback, replaces=True, thread=None if every_thread else threading.get_ident())
+    return _watching(callback, replaces=True)
 
 
 def observe(callback: Callable[[Kernel, Any, tuple, dict[str, Any]], Any]) -> contextlib.AbstractContextManager[None]:
@@ -228,8 +225,8 @@ class Kernel:
         if is_tracing():
             self._trace(grid, args, constants)
             return True
-        for callback, replaces, thread in reversed(_watchers):
-            if callback is None or thread not in (None, threading.get_ident()):
+        for callback, replaces, _ in reversed(_watchers):
+            if callback is None:
                 continue
             callback(self, grid, args, constants)
             if replaces:
