@@ -1,4 +1,4 @@
-"""Launches through `Kernel` beside Triton's own launches; fails where they differ.
+"""Launches through `Kernel` beside Triton's own launches, and calls repeated by recipes; fails where they differ.
 
 `python -m tests.kernels.kernel_calls`, in a process without Triton's interpreter.
 """
@@ -8,22 +8,19 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import random
-import unittest.mock
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import triton.language as tl
 from triton import knobs
 from triton.runtime.jit import JITFunction
 
-from perf.ops.attention import Attention
-from perf.ops.batch_norm import BatchNorm
-from perf.ops.layer_norm import LayerNorm
-from perf.ops.log_softmax import LogSoftmax
-from tests.kernels.calls import launched_by
-from tests.kernels.repeated_calls import check_all, check_host_time
-from tests.kernels.stand_ins import Driver, launches, stand_ins
-from triton_kernels.runtime.kernel import Kernel, key_function
+from tests.kernels.calls import ROW_PLANS
+from tests.kernels.repeated_calls import CALL, check, check_every_launcher, check_keys, check_memory, compare
+from tests.kernels.stand_ins import Driver, launched, launches, stand_ins
+from triton_kernels.runtime.kernel import Kernel, intercept, observe
+from triton_kernels.runtime.limits import use_limits
 
 
 # Constants of a kernel are capitals by this package's convention, and numbers to the checker.
@@ -54,7 +51,7 @@ def counting_triton():
         calls.append(warmup)
         return run(self, *args, grid=grid, warmup=warmup, **kwargs)
 
-    with unittest.mock.patch.object(JITFunction, "run", counted):
+    with patch.object(JITFunction, "run", counted):
         yield calls
 
 
@@ -99,28 +96,29 @@ def check_variations() -> None:
             assert expected[:3] == actual[:3], (variation, seed)
             assert all(a is b or a == b for a, b in zip(expected[3], actual[3], strict=True)), (variation, seed)
             # Triton has the first launch of everything, and all of some.
-            assert calls in ([[False]] if variation is BY_KEYWORD else [[]] if seed else [[], [False]]), (
-                variation,
-                seed,
-            )
+            possible = [[False]] if variation is BY_KEYWORD else [[]] if seed else [[], [False]]
+            assert calls in possible, (variation, seed)
 
 
 def check_grids_and_devices(driver: Driver) -> None:
-    """Grids have three numbers; each device has its kernels and its stream."""
+    """Grids have three numbers; each device has its kernels and its stream, and a recipe the device of its tensors."""
     kernel = new_kernel()
     for grid in ((2,), (2, 3), (2, 3, 4), lambda meta: (meta["BLOCK"],)):
         kernel[grid](*ARGS, **CONSTANTS)
     assert [launch[1] for launch in launches] == [(2, 1, 1), (2, 3, 1), (2, 3, 4), (32, 1, 1)]
+    check(CALL)
+    driver.device = 1
     with counting_triton() as calls:
-        for device in (1, 0):
-            driver.device = device
-            kernel[(1,)](*ARGS, **CONSTANTS)
+        kernel[(1,)](*ARGS, **CONSTANTS)
     assert calls == [False]
-    assert [launch[2] for launch in launches] == [100] * 4 + [101, 100]
+    assert launches[-1][2] == 101
+    with patch("torch.cuda.device", lambda device: patch.object(driver, "device", device)):
+        assert [launch[2] for launch in launched(CALL.results)[1]] == [100]
+    driver.device = 0
 
 
 def check_hooks() -> None:
-    """Hooks of Triton see every launch."""
+    """Hooks of Triton and watchers see every launch, also of a call that has a recipe; other plans are followed."""
     runtime: Any = knobs.runtime
     for chain in (runtime.launch_enter_hook, runtime.launch_exit_hook):
         kernel, calls = new_kernel(), []
@@ -128,16 +126,23 @@ def check_hooks() -> None:
             change(calls.append)
             kernel[(1,)](*ARGS, **CONSTANTS)
         assert len(calls) == 1
-    kernel, calls = new_kernel(), []
-    kernel.function.add_pre_run_hook(lambda *args, **kwargs: calls.append(args))
-    for _ in range(2):
-        kernel[(1,)](*ARGS, **CONSTANTS)
-    assert len(calls) == 2
+    check(CALL)
+    seen: list[Any] = []
+    for watch in (intercept, observe):
+        with watch(lambda *launch: seen.append(launch)):
+            CALL.results()
+    hooks = seen[0][0].function.pre_run_hooks
+    hooks.append(lambda *args, **kwargs: seen.append(args))
+    CALL.results()
+    hooks.clear()
+    assert len(seen) == 3
+    with use_limits(**ROW_PLANS["shared"]):
+        compare(CALL)
 
 
 def check_fusion() -> None:
     """Multiplications are fused with additions, whatever Triton's default is, by both ways to compile."""
-    with unittest.mock.patch.object(knobs.language, "default_fp_fusion", False):
+    with patch.object(knobs.language, "default_fp_fusion", False):
         kernel = new_kernel()
         compiled = kernel.warmup(*ARGS, grid=(1,), **CONSTANTS)
         assert "'enable_fp_fusion': True" in compiled.hash
@@ -150,35 +155,21 @@ def check_fusion() -> None:
 def check_threads() -> None:
     """Many threads may launch at once."""
     kernel = new_kernel()
-
-    def launch_all(seed: int) -> None:
-        for args, constants in random.Random(seed).sample(VARIATIONS[:8], 8):
-            kernel[(1,)](*args, **constants)
-
+    mixed = random.Random(0).sample(8 * VARIATIONS[:8], 64)
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        list(pool.map(launch_all, range(8)))
+        list(pool.map(lambda variation: kernel[(1,)](*variation[0], **variation[1]), mixed))
     assert len(launches) == 64
 
 
-def check_keys() -> None:
-    """No launch of the package is left to Triton for want of a key."""
-    operands = (
-        *(LayerNorm.draw((8, 4, 64)), BatchNorm.draw((4, 8, 5, 5)), LogSoftmax.draw((8, 64), 1)),
-        Attention.draw((2, 4, 24, 16), 24, key_heads=2),
-    )
-    found = launched_by(lambda: [call.results() for each in operands for call in each.calls()])
-    assert len(found) > 20
-    for kernel, _, args, constants in found:
-        hash((*key_function(kernel.function.params, offsets_matter=True)(*args), *constants.values()))
-
-
 if __name__ == "__main__":
+    # Fills new memory.
+    torch.use_deterministic_algorithms(True)
     with stand_ins() as stand_in:
         check_variations()
         check_grids_and_devices(stand_in)
         check_hooks()
         check_fusion()
         check_threads()
+        check_every_launcher()
         check_keys()
-    check_all()
-    check_host_time()
+        check_memory()
