@@ -16,10 +16,12 @@ import triton.language as tl
 from triton import knobs
 from triton.runtime.jit import JITFunction
 
+from perf.calls import Call
+from tests.kernels import repeated_calls
 from tests.kernels.calls import ROW_PLANS
-from tests.kernels.repeated_calls import CALL, check, check_every_launcher, check_keys, check_memory, compare
 from tests.kernels.stand_ins import Driver, launched, launches, stand_ins
 from triton_kernels.runtime.kernel import Kernel, intercept, observe
+from triton_kernels.runtime.launch_cache import repeatable
 from triton_kernels.runtime.limits import use_limits
 
 
@@ -106,14 +108,14 @@ def check_grids_and_devices(driver: Driver) -> None:
     for grid in ((2,), (2, 3), (2, 3, 4), lambda meta: (meta["BLOCK"],)):
         kernel[grid](*ARGS, **CONSTANTS)
     assert [launch[1] for launch in launches] == [(2, 1, 1), (2, 3, 1), (2, 3, 4), (32, 1, 1)]
-    check(CALL)
+    repeated_calls.check(repeated_calls.CALL)
     driver.device = 1
     with counting_triton() as calls:
         kernel[(1,)](*ARGS, **CONSTANTS)
     assert calls == [False]
     assert launches[-1][2] == 101
     with patch("torch.cuda.device", lambda device: patch.object(driver, "device", device)):
-        assert [launch[2] for launch in launched(CALL.results)[1]] == [100]
+        assert [launch[2] for launch in launched(repeated_calls.CALL.results)[1]] == [100]
     driver.device = 0
 
 
@@ -126,18 +128,18 @@ def check_hooks() -> None:
             change(calls.append)
             kernel[(1,)](*ARGS, **CONSTANTS)
         assert len(calls) == 1
-    check(CALL)
+    repeated_calls.check(repeated_calls.CALL)
     seen: list[Any] = []
     for watch in (intercept, observe):
         with watch(lambda *launch: seen.append(launch)):
-            CALL.results()
+            repeated_calls.CALL.results()
     hooks = seen[0][0].function.pre_run_hooks
     hooks.append(lambda *args, **kwargs: seen.append(args))
-    CALL.results()
+    repeated_calls.CALL.results()
     hooks.clear()
     assert len(seen) == 3
     with use_limits(**ROW_PLANS["shared"]):
-        compare(CALL)
+        repeated_calls.compare(repeated_calls.CALL)
 
 
 def check_fusion() -> None:
@@ -161,6 +163,21 @@ def check_threads() -> None:
     assert len(launches) == 64
 
 
+def check_memory_in_parts() -> None:
+    """Recipes know several scratch tensors and parts of all; zeros that are late, after a launch, have no recipe."""
+    kernel = new_kernel()
+
+    @repeatable
+    def launch(x: torch.Tensor, is_late: bool) -> torch.Tensor:
+        small, large, y = x.new_empty(5), x.new_empty(40), torch.empty_like(x)
+        for parts in ((x[2:], small[1:]), (large[10:], small[1:]), (y[1:], None)):
+            kernel[(1,)](*parts, *ARGS[2:], **CONSTANTS)
+        return y.zero_() if is_late else y
+
+    repeated_calls.check(Call(launch, (X, False)))
+    assert repeated_calls.num_unrepeated(Call(launch, (X, True))) == 5
+
+
 if __name__ == "__main__":
     # Fills new memory.
     torch.use_deterministic_algorithms(True)
@@ -170,6 +187,7 @@ if __name__ == "__main__":
         check_hooks()
         check_fusion()
         check_threads()
-        check_every_launcher()
-        check_keys()
-        check_memory()
+        check_memory_in_parts()
+        repeated_calls.check_every_launcher()
+        repeated_calls.check_keys()
+        repeated_calls.check_memory()
