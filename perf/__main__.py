@@ -61,8 +61,8 @@ def _parser() -> argparse.ArgumentParser:
 def _emulate(options: argparse.Namespace) -> int:
     """Execute the compiled calls of an operation on the CPU, in a small size: counts of each launch, and faults."""
     from perf import ops
+    from primitives.kernels.runtime.chips import CHIPS, use_chip
     from primitives.testing import check_kernel
-    from triton_kernels.runtime.chips import CHIPS, use_chip
 
     records = {case.name: case for case in ops.CASES}
     if options.op not in records or not records[options.op].small_workloads:

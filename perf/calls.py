@@ -75,7 +75,7 @@ class Call(NamedTuple):
 class Operands:
     """Base of the operands of all ops. Each mode is a launcher that takes its arguments by their names from here."""
 
-    # The modules of `triton_kernels` that have the launchers of the op, the one of its name first.
+    # The modules of kernels that have the launchers of the op, the one of its name first.
     MODULES: ClassVar[tuple[str, ...]]
     # How many results there are to choose from, where they are not three.
     RESULTS: ClassVar[dict[str, int]] = {}
@@ -91,7 +91,7 @@ class Operands:
     @functools.cache
     def modes(cls) -> dict[str, Callable[..., Any]]:
         """The launchers of the op, in their order, by their names without that of the op."""
-        modules = [importlib.import_module(f"triton_kernels.{name}") for name in cls.MODULES]
+        modules = [importlib.import_module(f"primitives.kernels.{name}") for name in cls.MODULES]
         launchers = {name: getattr(module, name) for module in modules for name in module.__all__}
         return {name.removeprefix(f"{cls.op()}_"): launcher for name, launcher in launchers.items()}
 

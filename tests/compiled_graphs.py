@@ -37,9 +37,9 @@ import primitives as pr
 from perf.machine_code.cases import launch_mode
 from perf.ops import CASES
 from primitives._core import inductor, registered_primitives
+from primitives.kernels.runtime.chips import CHIPS, use_chip
+from primitives.kernels.runtime.kernel import Kernel, intercept
 from tests.kernels.stand_ins import Driver
-from triton_kernels.runtime.chips import CHIPS, use_chip
-from triton_kernels.runtime.kernel import Kernel, intercept
 
 config: Any = triton.runtime.driver
 config.set_active(Driver("sm_90"))

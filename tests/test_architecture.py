@@ -20,6 +20,7 @@ ROOT = pathlib.Path(pr.__file__).resolve().parent.parent
 PACKAGES = ("primitives", "triton_kernels", "perf")
 # Layers from the bottom; a module imports from its own layer and from lower ones.
 LAYERS = (
+    ("primitives.kernels",),
     ("primitives._core",),
     ("primitives.decompositions", "primitives.custom"),
     (
@@ -40,12 +41,13 @@ THIRD_PARTY = {
     # What runs compiled kernels without a GPU; imported when it is asked for.
     "primitives.testing._ptx": {"numpy", "triton"},
     "primitives.testing._kernels": {"numpy", "triton"},
-    "triton_kernels": {"torch", "triton"},
+    "primitives.kernels": {"torch", "triton"},
 }
 
 
 def module_name(path):
-    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return re.sub(r"^triton_kernels", "primitives.kernels", ".".join(parts)).removesuffix(".__init__")
 
 
 def is_private(name):
@@ -130,7 +132,7 @@ def test_no_module_imports_itself_through_others():
 
 
 # Functions that run on a device are named in the keys of the tables of machine code.
-DEVICE_FUNCTIONS = re.compile(r"triton_kernels\.\w+\._\w+_kernels: triton_kernels\.\w+\._\w+_kernels\.")
+DEVICE_FUNCTIONS = re.compile(r"primitives\.kernels\.\w+\._\w+_kernels: primitives\.kernels\.\w+\._\w+_kernels\.")
 
 
 def test_private_names_are_read_in_their_own_module_alone():
@@ -198,7 +200,7 @@ def test_one_family_one_folder(name):
 # Launch policy: numbers of warps, stages, programs and sizes of tiles are those of plans.
 
 OPTIONS = r"num_(warps|stages|ctas)|waves_per_eu|maxnreg"
-PLANNERS = re.compile(r"triton_kernels\.(\w+\.\w*plan|runtime\.(arithmetic|candidates|chips|limits))|perf(\.\w+)*")
+PLANNERS = re.compile(r"primitives\.kernels\.(\w+\.\w*plan|runtime\.(arithmetic|candidates|chips|limits))|perf(\.\w+)*")
 POLICY = rf"_?({OPTIONS}|num_splits|\w+_(warps|stages|splits)|\w*_STAGES|BLOCK\w*|SPLIT\w*|block_(rows|cols)\w*)"
 
 
@@ -216,7 +218,7 @@ def test_launch_numbers_are_in_plans_alone():
     )
     for module, source in trees().items():
         if not PLANNERS.fullmatch(module):
-            policy = POLICY if module.startswith("triton_kernels") else OPTIONS
+            policy = POLICY if module.startswith("primitives.kernels") else OPTIONS
             assert fixed_numbers(ast.unparse(source), policy) == [], module
 
 

@@ -215,7 +215,7 @@ def test_steps_leave_nothing_behind(model, compiler, steps):
 # Keeps a file of tuned plans, and is interrupted and then killed as it writes the next.
 WRITER = """
 import contextlib, json, os, pathlib, signal, sys
-from triton_kernels.runtime.tuning_store import Store
+from primitives.kernels.runtime.tuning_store import Store
 signal.signal(signal.SIGINT, signal.default_int_handler)  # Ignored in what a shell runs in the background.
 signals = [signal.SIGKILL, signal.SIGINT]
 def dump(content, file, **_):

@@ -1,10 +1,7 @@
 """Fused Triton kernels and their launchers: tensors in, tensors out.
 
-Nothing here knows about autograd, transforms or the `primitives` package above; a launcher views its tensors as rows
-or channels, allocates its outputs, asks the planner of its room for a plan, and launches.
+The folder is `primitives.kernels` to whoever imports it, in a checkout by a link: another project installs the name
+`triton_kernels`. Nothing here knows about autograd or transforms, and nothing imports the rest of `primitives`; a
+launcher views its tensors as rows or channels, allocates its outputs, asks the planner of its room for a plan, and
+launches.
 """
-
-__all__ = ["DISTRIBUTION"]
-
-# Another project ships an import package of the same name; `primitives` reads this to tell the two apart.
-DISTRIBUTION = "torch-training-primitives"

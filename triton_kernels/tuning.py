@@ -1,7 +1,8 @@
 """Tuning: choose launch plans by timing them on the device at hand. Off unless it is asked for.
 
 With `PRIMITIVES_AUTOTUNE=1`, or after `enable()`, the first call of a launcher for new sizes times the plans near the
-default one and keeps the fastest; see docs/how-to/tune.md. `python -m triton_kernels.tuning` prints what was chosen.
+default one and keeps the fastest; see docs/how-to/tune.md. `python -m primitives.kernels.tuning` prints what was
+chosen.
 """
 
 from __future__ import annotations
@@ -20,12 +21,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from triton_kernels import DISTRIBUTION
-from triton_kernels.runtime.chips import chip_of, device_name
-from triton_kernels.runtime.kernel import INTERPRETED, is_tracing
-from triton_kernels.runtime.launch_cache import repeatable
-from triton_kernels.runtime.planned import PlanKey, Request, set_advisor
-from triton_kernels.runtime.tuning_store import Store, cache_path
+from primitives.kernels.runtime.chips import chip_of, device_name
+from primitives.kernels.runtime.kernel import INTERPRETED, is_tracing
+from primitives.kernels.runtime.launch_cache import repeatable
+from primitives.kernels.runtime.planned import PlanKey, Request, set_advisor
+from primitives.kernels.runtime.tuning_store import Store, cache_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -156,10 +156,10 @@ def _software() -> str:
     import triton
 
     try:
-        release = importlib.metadata.version(DISTRIBUTION)
+        release = importlib.metadata.version("torch-training-primitives")
     except importlib.metadata.PackageNotFoundError:
         release = "not installed"
-    return f"Triton {triton.__version__}, {DISTRIBUTION} {release}, sources {source_hash()}"
+    return f"Triton {triton.__version__}, torch-training-primitives {release}, sources {source_hash()}"
 
 
 def source_hash(folder: Path = Path(__file__).parent) -> str:
@@ -241,7 +241,7 @@ def _requested() -> bool:
 def main(arguments: list[str] | None = None) -> int:
     """Print the chosen plans beside the default ones, or forget them."""
     parser = argparse.ArgumentParser(
-        prog="python -m triton_kernels.tuning", description="Print the launch plans that tuning has chosen."
+        prog="python -m primitives.kernels.tuning", description="Print the launch plans that tuning has chosen."
     )
     parser.add_argument("--clear", action="store_true", help="forget all choices")
     options = parser.parse_args(arguments)

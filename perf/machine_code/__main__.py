@@ -13,7 +13,7 @@ from perf.machine_code.rules import broken_rules
 from perf.machine_code.table import TABLE, VERSION_FILE, Row, read_table, read_version, write_table
 from perf.machine_code.workers import compile_keys, in_processes, walk_chip
 from perf.ops.workload import RECORDS
-from triton_kernels.runtime.chips import CHIPS
+from primitives.kernels.runtime.chips import CHIPS
 
 
 def _options(argv: list[str] | None) -> argparse.Namespace:

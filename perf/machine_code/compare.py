@@ -7,7 +7,7 @@ import subprocess
 from typing import TYPE_CHECKING
 
 from perf.machine_code.table import TABLE
-from triton_kernels.runtime.chips import CHIPS
+from primitives.kernels.runtime.chips import CHIPS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

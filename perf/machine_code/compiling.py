@@ -23,10 +23,10 @@ from perf.machine_code.cases import cases
 from perf.machine_code.listing import listings, regions
 from perf.machine_code.sources import source_text
 from perf.machine_code.table import Row
-from triton_kernels.batch_norm._plan import channel_programs
-from triton_kernels.runtime.chips import CHIPS, use_chip
-from triton_kernels.runtime.kernel import intercept
-from triton_kernels.runtime.limits import limits_of
+from primitives.kernels.batch_norm._plan import channel_programs
+from primitives.kernels.runtime.chips import CHIPS, use_chip
+from primitives.kernels.runtime.kernel import intercept
+from primitives.kernels.runtime.limits import limits_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping

@@ -7,7 +7,7 @@ import re
 from typing import TYPE_CHECKING
 
 from perf.machine_code.known import Check
-from triton_kernels.runtime.chips import CHIPS
+from primitives.kernels.runtime.chips import CHIPS
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence

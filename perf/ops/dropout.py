@@ -33,7 +33,7 @@ def _true_dropout(x: Tensor, p: float) -> Tensor:
 
 def _calls(workload: Workload, mode: str, is_drawn: bool) -> list[Call]:
     """It is linear: each of its derivatives is itself."""
-    from triton_kernels.dropout import dropout, philox
+    from primitives.kernels.dropout import dropout, philox
 
     x, batch_ndim = workload.empty(), int(mode == "batched")
     seed = torch.empty(x.shape[:batch_ndim], dtype=torch.int64)

@@ -26,7 +26,6 @@ _Function = TypeVar("_Function", bound="Callable[..., Any]")
 
 BACKENDS = ("auto", "triton", "reference")
 ENVIRONMENT_VARIABLE = "PRIMITIVES_BACKEND"
-KERNELS_DISTRIBUTION = "torch-training-primitives"
 
 
 def _checked(name: str, origin: str) -> str:
@@ -123,26 +122,19 @@ class use_backend(Decorates):  # noqa: N801 - used like a function, as contextli
 
 
 def triton_kernels_module(name: str) -> ModuleType:
-    """Module `triton_kernels.<name>`, imported on first use.
+    """Module `<name>` of the kernels, imported on first use.
 
     Raises:
-        BackendError: If Triton is not installed, or the installed `triton_kernels` is another project's.
+        BackendError: If Triton is not installed.
     """
     try:
-        package = importlib.import_module("triton_kernels")
-        if getattr(package, "DISTRIBUTION", None) != KERNELS_DISTRIBUTION:
-            where = getattr(package, "__file__", None) or next(iter(getattr(package, "__path__", ["an unknown place"])))
-            raise BackendError(
-                f"The import name 'triton_kernels' belongs to another project here (found at {where}): remove that "
-                f"one from the environment, or put {KERNELS_DISTRIBUTION} before it on sys.path."
-            )
-        return importlib.import_module(f"triton_kernels.{name}")
+        return importlib.import_module(f"primitives.kernels.{name}")
     except ModuleNotFoundError as error:
-        if error.name not in ("triton", "triton_kernels"):
+        if error.name != "triton":
             raise
         raise BackendError(
-            f"Triton kernels were asked for, but {error.name!r} is not installed. Install it (pip install triton, "
-            'Linux only), or choose the plain-torch implementation: primitives.use_backend("reference").'
+            "Triton kernels were asked for, but 'triton' is not installed. Install it (pip install triton, Linux only),"
+            ' or choose the plain-torch implementation: primitives.use_backend("reference").'
         ) from error
 
 

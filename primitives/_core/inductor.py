@@ -187,7 +187,7 @@ def _no_globals() -> None:
 def _sources_digest() -> str:
     """Digest of the source of this package and of the kernels."""
     digest = hashlib.sha256()
-    for package in ("primitives", "triton_kernels"):
+    for package in ("primitives", "primitives.kernels"):
         spec = importlib.util.find_spec(package)
         for folder in (spec and spec.submodule_search_locations) or ():
             for path in sorted(pathlib.Path(folder).rglob("*.py")):

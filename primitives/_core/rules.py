@@ -96,7 +96,7 @@ class RuleTable:
         implementations: The implementations themselves, by device and backend.
     """
 
-    # Whether kernels launch through `triton_kernels` alone, so that a compiler can be shown the launches.
+    # Whether kernels launch through our kernels alone, so that a compiler can be shown the launches.
     kernels_are_traceable = True
 
     def __init__(self, spec: Spec, residuals: Sequence[str] = (), *, decomposable: bool = False) -> None:

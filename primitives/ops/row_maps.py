@@ -44,7 +44,7 @@ class RowMap:
             k, and `(y_bar, k, k_dot, *options)`, what the tangent of k adds to that of x_bar.
         cpu: Kernels for the CPU by the names `fwd`, `bwd`, `jvp`, `pairing` and `bwd_jvp`, as far as it has them.
         counter: As of `batch_all`.
-        room: The package of `triton_kernels` in which a module that is named after `value` has launchers.
+        room: The package of `kernels` in which a module that is named after `value` has launchers.
 
     Attributes:
         ops: The primitives by what follows the name of `value` in theirs: `fwd` the value itself, `bwd`, `jvp`,

@@ -70,7 +70,7 @@ def masked(x: Tensor, mask: Tensor | None, scale: float) -> Tensor:
 def bind_kernels(
     op: Primitive, module: str, name: str, cpu: Callable[..., Any] | None = None, **constants: bool | int
 ) -> None:
-    """Make the launcher `name` of `triton_kernels.<module>` the CUDA kernel of `op`, and `cpu` that for the CPU.
+    """Make the launcher `name` of `kernels.<module>` the CUDA kernel of `op`, and `cpu` that for the CPU.
 
     The launcher gets the arguments of `op`, and the `constants`, that its own parameters are named after, and its
     defaults for others; the module is imported at the first call.

@@ -110,7 +110,7 @@ def check_kernel(
 
     Example:
         >>> import torch, primitives as pr
-        >>> from triton_kernels.softmax.log_softmax import log_softmax_fwd
+        >>> from primitives.kernels.softmax.log_softmax import log_softmax_fwd
         >>> report = pr.testing.check_kernel(log_softmax_fwd, (torch.randn(4, 100), 1, None))
         >>> report.ok, report.launches[0].loads["x_ptr"].num_bytes
         (True, 1600)

@@ -13,9 +13,9 @@ from perf.calls import Call, random
 from perf.ops.batch_norm import BatchNorm
 from perf.ops.batch_norm_relu import BatchNormRelu
 from perf.ops.layer_norm import LayerNorm
-from triton_kernels.dropout import dropout, philox
-from triton_kernels.runtime.kernel import intercept
-from triton_kernels.softmax import log_softmax
+from primitives.kernels.dropout import dropout, philox
+from primitives.kernels.runtime.kernel import intercept
+from primitives.kernels.softmax import log_softmax
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.float16)
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from perf.calls import Call
+from primitives.kernels.runtime.chips import chip_of, use_chip
+from primitives.kernels.runtime.kernel import INTERPRETED
 from tests.kernels.interpreting import reordered_programs
 from tests.kernels.truth import check_values
-from triton_kernels.runtime.chips import chip_of, use_chip
-from triton_kernels.runtime.kernel import INTERPRETED
 
 EMULATED = not INTERPRETED and not torch.cuda.is_available()
 

@@ -23,7 +23,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
         interpreting.install()
     elif _is_emulated(config):
-        from triton_kernels.runtime.chips import CHIPS, use_chip
+        from primitives.kernels.runtime.chips import CHIPS, use_chip
 
         few = dataclasses.replace(CHIPS[str(config.getoption("--device"))], num_processors=4)
         plans = contextlib.ExitStack()
@@ -77,7 +77,7 @@ def interpreter(device: torch.device) -> None:
 @pytest.fixture
 def use_limits() -> Iterator[Callable[..., None]]:
     """Function that makes plans keep to other limits until the test ends: those of a chip that holds almost nothing."""
-    from triton_kernels.runtime.limits import use_limits
+    from primitives.kernels.runtime.limits import use_limits
 
     with contextlib.ExitStack() as stack:
         yield lambda **limits: stack.enter_context(use_limits(**limits))
@@ -86,7 +86,7 @@ def use_limits() -> Iterator[Callable[..., None]]:
 @pytest.fixture
 def use_processors(device: torch.device) -> Iterator[Callable[[int], None]]:
     """Function that makes plans count on another number of processors until the test ends."""
-    from triton_kernels.runtime.chips import chip_of, use_chip
+    from primitives.kernels.runtime.chips import chip_of, use_chip
 
     with contextlib.ExitStack() as stack:
         chip = chip_of(device)
@@ -102,7 +102,7 @@ def only_the_last_programs(monkeypatch: pytest.MonkeyPatch, device: torch.device
     import numpy as np
     from triton.runtime import interpreter
 
-    from triton_kernels.runtime.kernel import intercept
+    from primitives.kernels.runtime.kernel import intercept
 
     # Pages that nothing touches take no memory.
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)

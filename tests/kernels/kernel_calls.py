@@ -17,12 +17,12 @@ from triton import knobs
 from triton.runtime.jit import JITFunction
 
 from perf.calls import Call
+from primitives.kernels.runtime.kernel import Kernel, intercept, observe
+from primitives.kernels.runtime.launch_cache import repeatable
+from primitives.kernels.runtime.limits import use_limits
 from tests.kernels import repeated_calls
 from tests.kernels.calls import ROW_PLANS
 from tests.kernels.stand_ins import Driver, launched, launches, stand_ins
-from triton_kernels.runtime.kernel import Kernel, intercept, observe
-from triton_kernels.runtime.launch_cache import repeatable
-from triton_kernels.runtime.limits import use_limits
 
 
 # Constants of a kernel are capitals by this package's convention, and numbers to the checker.

@@ -20,13 +20,13 @@ from perf.ops.attention import Attention
 from perf.ops.batch_norm import BatchNorm
 from perf.ops.layer_norm import LayerNorm
 from perf.ops.log_softmax import LogSoftmax
+from primitives.kernels.runtime import launch_cache
+from primitives.kernels.runtime.kernel import Kernel
+from primitives.kernels.runtime.limits import use_limits
+from primitives.kernels.runtime.planned import set_advisor
 from tests.kernels.calls import ROW_PLANS, channels_last, copying_calls
 from tests.kernels.stand_ins import launched, launches
 from tests.kernels.test_launchers_are_covered import some_calls
-from triton_kernels.runtime import launch_cache
-from triton_kernels.runtime.kernel import Kernel
-from triton_kernels.runtime.limits import use_limits
-from triton_kernels.runtime.planned import set_advisor
 
 CALL = LayerNorm.draw((8, 64)).call("jvp")
 X, X_DOT = 0, 4
@@ -123,7 +123,7 @@ def check_keys() -> None:
         return "any", [arg.data_ptr() for arg in args if isinstance(arg, Tensor)]
 
     # The fault: one recipe of the launcher serves all calls, and is stale for each other one.
-    with patch("triton_kernels.runtime.launch_cache._described", keyless):
+    with patch("primitives.kernels.runtime.launch_cache._described", keyless):
         # A recipe that is recorded with one tensor in two places serves two.
         check(CALL, recorded=with_argument(X_DOT, x))
         for call in calls:

@@ -13,7 +13,7 @@ from torch import Tensor
 from triton.compiler import CompiledKernel
 
 from perf.machine_code.compiling import StandInDriver
-from triton_kernels.runtime.chips import CHIPS, use_chip
+from primitives.kernels.runtime.chips import CHIPS, use_chip
 
 launches: list[tuple] = []
 

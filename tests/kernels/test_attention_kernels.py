@@ -13,10 +13,10 @@ import torch
 
 from perf.calls import random
 from perf.ops.attention import Attention
+from primitives.kernels.attention.attention import attention_fwd
+from primitives.kernels.runtime.kernel import observe
 from tests.kernels.calls import launched_by
 from tests.kernels.truth import check_values
-from triton_kernels.attention.attention import attention_fwd
-from triton_kernels.runtime.kernel import observe
 
 INF = math.inf
 pytestmark = pytest.mark.usefixtures("on_device")

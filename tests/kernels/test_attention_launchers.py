@@ -7,9 +7,9 @@ import torch
 
 from perf.calls import Call, random
 from perf.ops.attention import Attention
+from primitives.kernels.runtime.kernel import INTERPRETED
 from tests.kernels.checking import check
 from tests.kernels.interpreting import watched
-from triton_kernels.runtime.kernel import INTERPRETED
 
 pytestmark = pytest.mark.usefixtures("on_device")
 

@@ -5,13 +5,13 @@ import torch
 
 from perf.calls import Call, random
 from perf.ops.philox_truth import true_noise, true_words
+from primitives.kernels.dropout import dropout
+from primitives.kernels.dropout._plan import DropoutPlan
+from primitives.kernels.dropout.philox import philox_words
 from primitives.ops.dropout.dropout import dropout_p
 from primitives.ops.dropout.philox import philox_p
 from tests.kernels.calls import far_apart, need_memory
 from tests.kernels.truth import check_values
-from triton_kernels.dropout import dropout
-from triton_kernels.dropout._plan import DropoutPlan
-from triton_kernels.dropout.philox import philox_words
 
 pytestmark = pytest.mark.usefixtures("on_device")
 

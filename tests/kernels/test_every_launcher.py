@@ -20,11 +20,11 @@ from perf.ops.batch_norm_relu import BatchNormRelu
 from perf.ops.cross_entropy import CrossEntropy
 from perf.ops.layer_norm import LayerNorm
 from perf.ops.softmax import Softmax
+from primitives.kernels.dropout.dropout import dropout_fwd
+from primitives.kernels.runtime.arithmetic import cdiv
+from primitives.kernels.runtime.kernel import INTERPRETED
 from tests.kernels.calls import DTYPES, channels_last, copying_calls, dropout_calls, launched_by, short_rows
 from tests.kernels.checking import check
-from triton_kernels.dropout.dropout import dropout_fwd
-from triton_kernels.runtime.arithmetic import cdiv
-from triton_kernels.runtime.kernel import INTERPRETED
 
 pytestmark = pytest.mark.usefixtures("on_device")
 

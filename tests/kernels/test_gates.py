@@ -14,11 +14,11 @@ import triton.language as tl
 from torch import Tensor
 
 from perf.calls import Call, random
+from primitives.kernels.runtime.kernel import Kernel
 from tests.kernels import truth
 from tests.kernels.checking import check, check_order
 from tests.kernels.interpreting import OutOfBoundsError
 from tests.kernels.truth import Exact
-from triton_kernels.runtime.kernel import Kernel
 
 NUM_ROWS, NUM_COLS = 6, 1000
 

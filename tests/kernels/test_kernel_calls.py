@@ -5,9 +5,9 @@ import threading
 import pytest
 import torch
 
+from primitives.kernels.norms import layer_norm
+from primitives.kernels.runtime.kernel import intercept, is_tracing, observe, tracing
 from tests.kernels.interpreting import run_compiled
-from triton_kernels.norms import layer_norm
-from triton_kernels.runtime.kernel import intercept, is_tracing, observe, tracing
 
 
 def test_compiled_launches():

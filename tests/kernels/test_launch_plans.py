@@ -9,22 +9,22 @@ import types
 import pytest
 import torch
 
-from triton_kernels.attention._plan import plan_attention
-from triton_kernels.batch_norm._plan import (
+from primitives.kernels.attention._plan import plan_attention
+from primitives.kernels.batch_norm._plan import (
     channel_programs,
     plan_channel_merge,
     plan_channel_sums,
     plan_channel_transform,
 )
-from triton_kernels.dropout._plan import plan_dropout, plan_philox
-from triton_kernels.norms._plan import plan_layer_norm_params, plan_layer_norm_rows
-from triton_kernels.norms._second_plan import plan_layer_norm_second_rows, plan_layer_norm_second_sums
-from triton_kernels.rows.map_plan import plan_log_softmax
-from triton_kernels.rows.plan import RowPlan, SumPlan, plan_param_reduce, row_options
-from triton_kernels.runtime import planned as _planned
-from triton_kernels.runtime.arithmetic import cdiv, next_power_of_2
-from triton_kernels.runtime.chips import CHIPS, chip_from_properties, use_chip
-from triton_kernels.runtime.limits import limits_of, use_limits
+from primitives.kernels.dropout._plan import plan_dropout, plan_philox
+from primitives.kernels.norms._plan import plan_layer_norm_params, plan_layer_norm_rows
+from primitives.kernels.norms._second_plan import plan_layer_norm_second_rows, plan_layer_norm_second_sums
+from primitives.kernels.rows.map_plan import plan_log_softmax
+from primitives.kernels.rows.plan import RowPlan, SumPlan, plan_param_reduce, row_options
+from primitives.kernels.runtime import planned as _planned
+from primitives.kernels.runtime.arithmetic import cdiv, next_power_of_2
+from primitives.kernels.runtime.chips import CHIPS, chip_from_properties, use_chip
+from primitives.kernels.runtime.limits import limits_of, use_limits
 
 CPU = torch.device("cpu")
 

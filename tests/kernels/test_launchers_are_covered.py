@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 import torch
 
-import triton_kernels
+import primitives.kernels
 from perf.calls import Call
 from perf.ops._row_maps import RowMapOperands
 from perf.ops.add_layer_norm import AddLayerNorm
@@ -21,10 +21,10 @@ from perf.ops.batch_norm import BatchNorm
 from perf.ops.batch_norm_relu import BatchNormRelu
 from perf.ops.cross_entropy import CrossEntropy
 from perf.ops.layer_norm import LayerNorm
+from primitives.kernels.norms._launch import Backward
+from primitives.kernels.rows.maps import RowMapKernels
+from primitives.kernels.runtime.kernel import Kernel
 from tests.kernels.calls import dropout_calls, launched_by, short_rows
-from triton_kernels.norms._launch import Backward
-from triton_kernels.rows.maps import RowMapKernels
-from triton_kernels.runtime.kernel import Kernel
 
 pytestmark = pytest.mark.usefixtures("on_device")
 
@@ -60,8 +60,8 @@ def some_calls() -> list[Call]:
 
 def modules() -> list[ModuleType]:
     """Those of the rooms of families, in which a module of launchers has no underscore."""
-    names = [module.name for module in pkgutil.walk_packages(triton_kernels.__path__, "triton_kernels.")]
-    of_no_family = re.compile(r"triton_kernels\.(runtime\b.*|\w+)")
+    names = [module.name for module in pkgutil.walk_packages(primitives.kernels.__path__, "primitives.kernels.")]
+    of_no_family = re.compile(r"primitives\.kernels\.(runtime\b.*|\w+)")
     return [importlib.import_module(name) for name in names if not of_no_family.fullmatch(name)]
 
 

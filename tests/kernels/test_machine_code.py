@@ -16,8 +16,8 @@ from perf.machine_code.compare import compared, figures_of
 from perf.machine_code.known import needless
 from perf.machine_code.rules import broken_rules
 from perf.machine_code.table import Row, read_table, read_version
+from primitives.kernels.runtime.chips import CHIPS
 from tests.kernels.interpreting import run_compiled
-from triton_kernels.runtime.chips import CHIPS
 
 OUT_OF_DATE = "the table of machine code is out of date: run `make machine-code` and commit what it changes"
 

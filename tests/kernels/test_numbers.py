@@ -18,13 +18,13 @@ from perf.ops import CASES
 from perf.ops.batch_norm import BatchNorm
 from perf.ops.layer_norm import LayerNorm
 from perf.ops.log_softmax import LogSoftmax
+from primitives.kernels.batch_norm.batch_norm import batch_norm_train_fwd
+from primitives.kernels.norms.layer_norm import layer_norm_fwd
+from primitives.kernels.softmax.log_softmax import log_softmax_bwd, log_softmax_fwd, log_softmax_jvp
 from tests.kernels.calls import ROW_PLANS
 from tests.kernels.interpreting import watched
 from tests.kernels.truth import EPS, check_values, expected
 from tests.properties import check_not_finite
-from triton_kernels.batch_norm.batch_norm import batch_norm_train_fwd
-from triton_kernels.norms.layer_norm import layer_norm_fwd
-from triton_kernels.softmax.log_softmax import log_softmax_bwd, log_softmax_fwd, log_softmax_jvp
 
 INF, NAN, TINY = math.inf, math.nan, torch.finfo(torch.float32).tiny
 # The interpreter computes in numpy, which mentions what a GPU does silently: 0 / 0 and inf - inf.

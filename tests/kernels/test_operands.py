@@ -17,16 +17,16 @@ from perf.ops.attention import Attention
 from perf.ops.batch_norm import BatchNorm
 from perf.ops.layer_norm import LayerNorm
 from perf.ops.log_softmax import LogSoftmax
+from primitives.kernels.batch_norm import _steps
+from primitives.kernels.batch_norm._channels import readable
+from primitives.kernels.norms import _launch
+from primitives.kernels.norms.layer_norm import layer_norm_fwd
+from primitives.kernels.rows.sums import add_partial_rows_kernel
+from primitives.kernels.rows.view import row_view
+from primitives.kernels.runtime.kernel import observe
+from primitives.kernels.softmax.log_softmax import log_softmax_fwd
 from tests.kernels.calls import DTYPES, ROW_PLANS, channels_last, far_apart, launched_by, short_rows
 from tests.kernels.truth import EPS, assert_close, check_values, expected
-from triton_kernels.batch_norm import _steps
-from triton_kernels.batch_norm._channels import readable
-from triton_kernels.norms import _launch
-from triton_kernels.norms.layer_norm import layer_norm_fwd
-from triton_kernels.rows.sums import add_partial_rows_kernel
-from triton_kernels.rows.view import row_view
-from triton_kernels.runtime.kernel import observe
-from triton_kernels.softmax.log_softmax import log_softmax_fwd
 
 pytestmark = pytest.mark.usefixtures("on_device")
 

@@ -10,10 +10,10 @@ import primitives as pr
 from perf.ops import CASES, FAMILIES
 from perf.ops.attention import CAUSAL_ATTENTION, MASKED_ATTENTION
 from perf.ops.samples import DTYPES
+from primitives.kernels.runtime.limits import Limits, use_limits
 from tests.call_properties import check_call, check_vmap_of_call, fullest
 from tests.properties import check_jvp, check_nesting, check_outputs, check_vjp, lie_anew, second_order
 from tests.support import dtype_id, nestings
-from triton_kernels.runtime.limits import Limits, use_limits
 
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 # Other ops on the same primitives call the kernels of these, and their calls are checked one by one.

@@ -11,11 +11,11 @@ import triton
 import triton.language as tl
 
 from perf.calls import random
+from primitives.kernels.rows.maps import Part, RowMapKernels
+from primitives.kernels.rows.tiles import nothing
 from tests.kernels.calls import ROW_PLANS
 from tests.row_maps import UNIT, unit_p
 from tests.support import assert_close
-from triton_kernels.rows.maps import Part, RowMapKernels
-from triton_kernels.rows.tiles import nothing
 
 
 @triton.jit

@@ -16,11 +16,11 @@ import torch
 from triton.runtime.errors import OutOfResources
 
 from perf.ops.layer_norm import LayerNorm
+from primitives.kernels import tuning
+from primitives.kernels.runtime.chips import CHIPS, use_chip
+from primitives.kernels.runtime.planned import planned
 from tests.kernels.calls import ROW_PLANS
 from tests.kernels.truth import check_values
-from triton_kernels import tuning
-from triton_kernels.runtime.chips import CHIPS, use_chip
-from triton_kernels.runtime.planned import planned
 
 X = torch.arange(6.0)
 

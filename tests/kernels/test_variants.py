@@ -23,10 +23,10 @@ import torch
 from perf.calls import Call
 from perf.ops import CASES
 from perf.ops.record import Op
+from primitives.kernels.runtime.chips import CHIPS, Chip, chip_of, use_chip
+from primitives.kernels.runtime.limits import use_limits
 from tests.kernels.calls import ROW_PLANS, Launched, launched_by
 from tests.kernels.truth import check_values
-from triton_kernels.runtime.chips import CHIPS, Chip, chip_of, use_chip
-from triton_kernels.runtime.limits import use_limits
 
 # Constants that are sizes, of which small calls have others, or the dtype of a tensor that is there.
 SIZES = re.compile("BLOCK|NUM_|ALIGN|STAGES|EPS|SCALE|WIDTH|GROUPS?$|RUN|PLANES|ROUNDED")

@@ -6,8 +6,8 @@ import torch
 import primitives as pr
 from perf.calls import random
 from primitives._core.errors import LeafError
+from primitives.kernels.runtime.kernel import intercept, observe
 from tests.kernels.calls import launched_by
-from triton_kernels.runtime.kernel import intercept, observe
 
 pytestmark = pytest.mark.usefixtures("backend", "on_device")
 

@@ -12,9 +12,9 @@ from torch import Tensor
 from perf.calls import EPS, MOMENTUM, Call
 from primitives import use_backend
 from primitives._core import registered_primitives
+from primitives.kernels.runtime.numbers import accumulation_dtype
 from tests.call_properties import Call as OperatorCall
 from tests.call_properties import in_float64
-from triton_kernels.runtime.numbers import accumulation_dtype
 
 # Relative to the largest element, or to the number of terms of a sum over rows, positions or samples: as many roundings
 # as a sum over the tested sizes can collect. The interpreter adds in sequence.

@@ -9,10 +9,10 @@ from typing import Any
 
 import primitives as pr
 from perf.calls import Call
+from primitives.kernels.runtime.chips import CHIPS, use_chip
+from primitives.kernels.runtime.limits import use_limits
 from primitives.testing import KernelReport
 from tests.kernels.truth import check_values
-from triton_kernels.runtime.chips import CHIPS, use_chip
-from triton_kernels.runtime.limits import use_limits
 
 EMULATED = ("sm_80", "sm_90")
 # So few that loops over blocks, shares of rows and sums of partial results occur in tensors of this size.

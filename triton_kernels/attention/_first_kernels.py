@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import triton.language as tl
 
-from triton_kernels.attention._tiles import (
+from primitives.kernels.attention._tiles import (
     LOG2_E,
     head_offset,
     last_key,
@@ -29,8 +29,8 @@ from triton_kernels.attention._tiles import (
     store_tile,
     tile_of,
 )
-from triton_kernels.runtime.kernel import unspecialized_jit
-from triton_kernels.runtime.numbers import cast
+from primitives.kernels.runtime.kernel import unspecialized_jit
+from primitives.kernels.runtime.numbers import cast
 
 
 @unspecialized_jit

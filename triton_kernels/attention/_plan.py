@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from triton_kernels.runtime.arithmetic import MIN_MATMUL, next_power_of_2
-from triton_kernels.runtime.candidates import attention_candidates
-from triton_kernels.runtime.chips import chip_of
-from triton_kernels.runtime.limits import limits_of
-from triton_kernels.runtime.planned import planned
+from primitives.kernels.runtime.arithmetic import MIN_MATMUL, next_power_of_2
+from primitives.kernels.runtime.candidates import attention_candidates
+from primitives.kernels.runtime.chips import chip_of
+from primitives.kernels.runtime.limits import limits_of
+from primitives.kernels.runtime.planned import planned
 
 if TYPE_CHECKING:
     import torch
 
-    from triton_kernels.runtime.chips import Chip
+    from primitives.kernels.runtime.chips import Chip
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from triton_kernels.attention._tiles import (
+from primitives.kernels.attention._tiles import (
     add_pairs,
     head_offset,
     last_key,
@@ -39,8 +39,8 @@ from triton_kernels.attention._tiles import (
     store_tile,
     tile_of,
 )
-from triton_kernels.runtime.kernel import unspecialized_jit
-from triton_kernels.runtime.numbers import cast
+from primitives.kernels.runtime.kernel import unspecialized_jit
+from primitives.kernels.runtime.numbers import cast
 
 
 @triton.jit

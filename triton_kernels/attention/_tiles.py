@@ -29,10 +29,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from triton_kernels.rows.tiles import aligned
-from triton_kernels.runtime.kernel import INTERPRETED
-from triton_kernels.runtime.numbers import cast
-from triton_kernels.runtime.philox_steps import grouped_words
+from primitives.kernels.rows.tiles import aligned
+from primitives.kernels.runtime.kernel import INTERPRETED
+from primitives.kernels.runtime.numbers import cast
+from primitives.kernels.runtime.philox_steps import grouped_words
 
 # The interpreter multiplies the bits of bfloat16 numbers: they are widened there, which changes no result.
 WIDENED = tl.constexpr(INTERPRETED)

@@ -28,13 +28,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from triton_kernels.attention._first_kernels import attention_fwd_kernel, attention_jvp_kernel
-from triton_kernels.attention._plan import plan_attention
-from triton_kernels.attention._second_kernels import attention_keys_kernel, attention_rows_kernel
-from triton_kernels.runtime.arithmetic import MIN_MATMUL, cdiv, next_power_of_2
-from triton_kernels.runtime.numbers import TL_DTYPES, accumulation_dtype
-from triton_kernels.runtime.views import collapse, device_guard, split_scratch
-from triton_kernels.tuning import tunable
+from primitives.kernels.attention._first_kernels import attention_fwd_kernel, attention_jvp_kernel
+from primitives.kernels.attention._plan import plan_attention
+from primitives.kernels.attention._second_kernels import attention_keys_kernel, attention_rows_kernel
+from primitives.kernels.runtime.arithmetic import MIN_MATMUL, cdiv, next_power_of_2
+from primitives.kernels.runtime.numbers import TL_DTYPES, accumulation_dtype
+from primitives.kernels.runtime.views import collapse, device_guard, split_scratch
+from primitives.kernels.tuning import tunable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

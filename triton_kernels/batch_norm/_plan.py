@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from triton_kernels.runtime.arithmetic import (
+from primitives.kernels.runtime.arithmetic import (
     ACCESS_BYTES,
     CACHE_LINE_BYTES,
     MAX_CHANNEL_SPLITS,
@@ -13,10 +13,10 @@ from triton_kernels.runtime.arithmetic import (
     next_power_of_2,
     row_warps,
 )
-from triton_kernels.runtime.candidates import channel_candidates, warp_candidates
-from triton_kernels.runtime.chips import Chip, chip_of
-from triton_kernels.runtime.limits import limits_of
-from triton_kernels.runtime.planned import planned
+from primitives.kernels.runtime.candidates import channel_candidates, warp_candidates
+from primitives.kernels.runtime.chips import Chip, chip_of
+from primitives.kernels.runtime.limits import limits_of
+from primitives.kernels.runtime.planned import planned
 
 if TYPE_CHECKING:
     import torch

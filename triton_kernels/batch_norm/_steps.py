@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from triton_kernels.batch_norm._channels import (
+from primitives.kernels.batch_norm._channels import (
     ChannelView,
     new_output,
     output_format,
@@ -17,14 +17,19 @@ from triton_kernels.batch_norm._channels import (
     readable,
     view_channels,
 )
-from triton_kernels.batch_norm._merges import batch_norm_merge_kernel, batch_norm_statistics_kernel
-from triton_kernels.batch_norm._operands import Operands, Params, Relu, Results
-from triton_kernels.batch_norm._plan import ChannelPlan, plan_channel_merge, plan_channel_sums, plan_channel_transform
-from triton_kernels.batch_norm._sums import batch_norm_sums_kernel
-from triton_kernels.batch_norm._transform import batch_norm_transform_kernel
-from triton_kernels.runtime.arithmetic import cdiv
-from triton_kernels.runtime.numbers import TL_DTYPES, accumulation_dtype, float64_bits
-from triton_kernels.runtime.views import device_guard, param_view, split_scratch
+from primitives.kernels.batch_norm._merges import batch_norm_merge_kernel, batch_norm_statistics_kernel
+from primitives.kernels.batch_norm._operands import Operands, Params, Relu, Results
+from primitives.kernels.batch_norm._plan import (
+    ChannelPlan,
+    plan_channel_merge,
+    plan_channel_sums,
+    plan_channel_transform,
+)
+from primitives.kernels.batch_norm._sums import batch_norm_sums_kernel
+from primitives.kernels.batch_norm._transform import batch_norm_transform_kernel
+from primitives.kernels.runtime.arithmetic import cdiv
+from primitives.kernels.runtime.numbers import TL_DTYPES, accumulation_dtype, float64_bits
+from primitives.kernels.runtime.views import device_guard, param_view, split_scratch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

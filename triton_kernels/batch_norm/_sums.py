@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from triton_kernels.batch_norm._channels import (
+from primitives.kernels.batch_norm._channels import (
     channels_of,
     count_tiles,
     divide,
@@ -29,8 +29,8 @@ from triton_kernels.batch_norm._channels import (
     store_tile,
     through_relu,
 )
-from triton_kernels.rows.tiles import in_places, nothing, sums_of, wanted_of
-from triton_kernels.runtime.kernel import batch_independent_jit
+from primitives.kernels.rows.tiles import in_places, nothing, sums_of, wanted_of
+from primitives.kernels.runtime.kernel import batch_independent_jit
 
 
 @triton.jit

@@ -23,7 +23,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from triton_kernels.batch_norm._channels import (
+from primitives.kernels.batch_norm._channels import (
     channels_of,
     count_tiles,
     load_channels,
@@ -35,8 +35,8 @@ from triton_kernels.batch_norm._channels import (
     store_tile,
     through_relu,
 )
-from triton_kernels.runtime.kernel import batch_independent_jit
-from triton_kernels.runtime.numbers import cast
+from primitives.kernels.runtime.kernel import batch_independent_jit
+from primitives.kernels.runtime.numbers import cast
 
 
 @triton.jit

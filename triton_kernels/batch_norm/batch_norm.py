@@ -57,10 +57,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from triton_kernels.batch_norm._operands import Operands, Params, Relu, Results
-from triton_kernels.batch_norm._steps import derivatives, forward
-from triton_kernels.runtime.numbers import accumulation_dtype
-from triton_kernels.tuning import tunable
+from primitives.kernels.batch_norm._operands import Operands, Params, Relu, Results
+from primitives.kernels.batch_norm._steps import derivatives, forward
+from primitives.kernels.runtime.numbers import accumulation_dtype
+from primitives.kernels.tuning import tunable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

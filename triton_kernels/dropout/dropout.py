@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from triton_kernels.dropout._dropout_kernels import dropout_kernel
-from triton_kernels.dropout._plan import plan_dropout
-from triton_kernels.runtime.arithmetic import cdiv
-from triton_kernels.runtime.numbers import TL_DTYPES, accumulation_dtype, noise_numbers
-from triton_kernels.runtime.views import device_guard, per_stream
-from triton_kernels.tuning import tunable
+from primitives.kernels.dropout._dropout_kernels import dropout_kernel
+from primitives.kernels.dropout._plan import plan_dropout
+from primitives.kernels.runtime.arithmetic import cdiv
+from primitives.kernels.runtime.numbers import TL_DTYPES, accumulation_dtype, noise_numbers
+from primitives.kernels.runtime.views import device_guard, per_stream
+from primitives.kernels.tuning import tunable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

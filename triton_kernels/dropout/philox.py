@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from triton_kernels.dropout._plan import plan_philox
-from triton_kernels.runtime.arithmetic import cdiv
-from triton_kernels.runtime.philox_steps import philox_kernel
-from triton_kernels.runtime.views import device_guard, per_stream
-from triton_kernels.tuning import tunable
+from primitives.kernels.dropout._plan import plan_philox
+from primitives.kernels.runtime.arithmetic import cdiv
+from primitives.kernels.runtime.philox_steps import philox_kernel
+from primitives.kernels.runtime.views import device_guard, per_stream
+from primitives.kernels.tuning import tunable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

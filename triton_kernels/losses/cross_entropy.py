@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from triton_kernels.losses._cross_entropy_kernels import cross_entropy_gradient_kernel, cross_entropy_sums_kernel
-from triton_kernels.rows.launch import RowSums
-from triton_kernels.rows.maps import launch_map
-from triton_kernels.runtime.numbers import accumulation_dtype
-from triton_kernels.tuning import tunable
+from primitives.kernels.losses._cross_entropy_kernels import cross_entropy_gradient_kernel, cross_entropy_sums_kernel
+from primitives.kernels.rows.launch import RowSums
+from primitives.kernels.rows.maps import launch_map
+from primitives.kernels.runtime.numbers import accumulation_dtype
+from primitives.kernels.tuning import tunable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -19,9 +19,9 @@ import torch
 import triton
 import triton.language as tl
 
-from triton_kernels.norms._launch import Backward
-from triton_kernels.norms._layer_norm_kernels import FORWARD_SUMS
-from triton_kernels.norms._layer_norm_steps import (
+from primitives.kernels.norms._launch import Backward
+from primitives.kernels.norms._layer_norm_kernels import FORWARD_SUMS
+from primitives.kernels.norms._layer_norm_steps import (
     bwd_columns,
     bwd_emit,
     bwd_terms,
@@ -31,10 +31,10 @@ from triton_kernels.norms._layer_norm_steps import (
     jvp_emit,
     jvp_terms,
 )
-from triton_kernels.rows.template import row_kernel, row_sums_kernel
-from triton_kernels.rows.tiles import nothing
-from triton_kernels.runtime.numbers import cast
-from triton_kernels.runtime.philox_steps import noise_of
+from primitives.kernels.rows.template import row_kernel, row_sums_kernel
+from primitives.kernels.rows.tiles import nothing
+from primitives.kernels.runtime.numbers import cast
+from primitives.kernels.runtime.philox_steps import noise_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -6,9 +6,9 @@ import math
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from triton_kernels.norms._plan import LAYER_NORM_MAX_SEGMENTS, plan_layer_norm_params, plan_layer_norm_rows
-from triton_kernels.norms._second_plan import plan_layer_norm_second_rows
-from triton_kernels.rows.launch import (
+from primitives.kernels.norms._plan import LAYER_NORM_MAX_SEGMENTS, plan_layer_norm_params, plan_layer_norm_rows
+from primitives.kernels.norms._second_plan import plan_layer_norm_second_rows
+from primitives.kernels.rows.launch import (
     NO_SUMS,
     Operands,
     ParamLayout,
@@ -19,19 +19,19 @@ from triton_kernels.rows.launch import (
     num_row_parts,
     sums_scratch,
 )
-from triton_kernels.rows.map_plan import plan_log_softmax
-from triton_kernels.rows.view import channels_last_views, row_view
-from triton_kernels.runtime.numbers import accumulation_dtype, noise_numbers
-from triton_kernels.runtime.views import device_guard, param_view, per_stream
+from primitives.kernels.rows.map_plan import plan_log_softmax
+from primitives.kernels.rows.view import channels_last_views, row_view
+from primitives.kernels.runtime.numbers import accumulation_dtype, noise_numbers
+from primitives.kernels.runtime.views import device_guard, param_view, per_stream
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from torch import Tensor
 
-    from triton_kernels.rows.launch import Param
-    from triton_kernels.rows.plan import RowPlan
-    from triton_kernels.runtime.kernel import Kernel
+    from primitives.kernels.rows.launch import Param
+    from primitives.kernels.rows.plan import RowPlan
+    from primitives.kernels.runtime.kernel import Kernel
 
     # Tensors by name, None where one is absent.
     Tensors = Mapping[str, Tensor | None]

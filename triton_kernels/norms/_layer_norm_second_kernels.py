@@ -35,9 +35,9 @@ from typing import TYPE_CHECKING, Any
 import triton
 import triton.language as tl
 
-from triton_kernels.norms._layer_norm_steps import project, with_param_dots, x_hat_of
-from triton_kernels.rows.template import row_kernel, row_sums_kernel
-from triton_kernels.rows.tiles import add_tiles, nothing, sums_of
+from primitives.kernels.norms._layer_norm_steps import project, with_param_dots, x_hat_of
+from primitives.kernels.rows.template import row_kernel, row_sums_kernel
+from primitives.kernels.rows.tiles import add_tiles, nothing, sums_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -26,8 +26,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from triton_kernels.rows.tiles import add_tiles, exponential, nothing, sums_of
-from triton_kernels.runtime.numbers import cast
+from primitives.kernels.rows.tiles import add_tiles, exponential, nothing, sums_of
+from primitives.kernels.runtime.numbers import cast
 
 
 @triton.jit

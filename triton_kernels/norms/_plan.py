@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from triton_kernels.rows.plan import RowPlan, SumPlan, loop_stages, resident_programs, sum_splits, sweep_plan
-from triton_kernels.runtime.arithmetic import (
+from primitives.kernels.rows.plan import RowPlan, SumPlan, loop_stages, resident_programs, sum_splits, sweep_plan
+from primitives.kernels.runtime.arithmetic import (
     MAX_TILE_ROWS,
     cdiv,
     next_power_of_2,
@@ -13,10 +13,10 @@ from triton_kernels.runtime.arithmetic import (
     row_warps,
     tile_rows,
 )
-from triton_kernels.runtime.candidates import row_candidates, sum_candidates
-from triton_kernels.runtime.chips import Chip, chip_of
-from triton_kernels.runtime.limits import limits_of
-from triton_kernels.runtime.planned import planned
+from primitives.kernels.runtime.candidates import row_candidates, sum_candidates
+from primitives.kernels.runtime.chips import Chip, chip_of
+from primitives.kernels.runtime.limits import limits_of
+from primitives.kernels.runtime.planned import planned
 
 if TYPE_CHECKING:
     import torch

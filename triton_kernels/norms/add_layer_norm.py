@@ -17,10 +17,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from triton_kernels.norms._add_layer_norm_kernels import BACKWARD, FORWARD, JVP
-from triton_kernels.norms._launch import Norm, backward, forward, jvp
-from triton_kernels.rows.tiles import ParamLayout
-from triton_kernels.tuning import tunable
+from primitives.kernels.norms._add_layer_norm_kernels import BACKWARD, FORWARD, JVP
+from primitives.kernels.norms._launch import Norm, backward, forward, jvp
+from primitives.kernels.rows.tiles import ParamLayout
+from primitives.kernels.tuning import tunable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -27,10 +27,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from triton_kernels.norms._launch import Norm, backward, forward, jvp
-from triton_kernels.norms._layer_norm_kernels import BACKWARD, FORWARD, JVP
-from triton_kernels.rows.tiles import ParamLayout
-from triton_kernels.tuning import tunable
+from primitives.kernels.norms._launch import Norm, backward, forward, jvp
+from primitives.kernels.norms._layer_norm_kernels import BACKWARD, FORWARD, JVP
+from primitives.kernels.rows.tiles import ParamLayout
+from primitives.kernels.tuning import tunable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

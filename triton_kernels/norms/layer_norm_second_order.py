@@ -11,20 +11,20 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from triton_kernels.norms._launch import Norm, Planes
-from triton_kernels.norms._layer_norm_second_kernels import ROWS, SUMS, layer_norm_second_planes_kernel
-from triton_kernels.norms._second_plan import plan_layer_norm_second_rows, plan_layer_norm_second_sums
-from triton_kernels.rows.launch import NO_SUMS, RowSums, launch_row_sums, launch_rows, num_row_parts, sums_scratch
-from triton_kernels.rows.tiles import ParamLayout
-from triton_kernels.runtime.views import device_guard
-from triton_kernels.tuning import tunable
+from primitives.kernels.norms._launch import Norm, Planes
+from primitives.kernels.norms._layer_norm_second_kernels import ROWS, SUMS, layer_norm_second_planes_kernel
+from primitives.kernels.norms._second_plan import plan_layer_norm_second_rows, plan_layer_norm_second_sums
+from primitives.kernels.rows.launch import NO_SUMS, RowSums, launch_row_sums, launch_rows, num_row_parts, sums_scratch
+from primitives.kernels.rows.tiles import ParamLayout
+from primitives.kernels.runtime.views import device_guard
+from primitives.kernels.tuning import tunable
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
     from torch import Tensor
 
-    from triton_kernels.rows.launch import Operands
+    from primitives.kernels.rows.launch import Operands
 
 __all__ = ["layer_norm_bwd_jvp", "layer_norm_pairing"]
 

@@ -49,7 +49,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from triton_kernels.rows.tiles import (
+from primitives.kernels.rows.tiles import (
     add_tiles,
     aligned,
     as_tiles,
@@ -66,8 +66,8 @@ from triton_kernels.rows.tiles import (
     sums_of,
     wanted_of,
 )
-from triton_kernels.runtime.numbers import float64_of_bits
-from triton_kernels.runtime.philox_steps import begin_stream
+from primitives.kernels.runtime.numbers import float64_of_bits
+from primitives.kernels.runtime.philox_steps import begin_stream
 
 
 @triton.jit

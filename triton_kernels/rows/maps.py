@@ -24,14 +24,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from triton_kernels.rows.launch import Operands, RowSums, launch_rows
-from triton_kernels.rows.map_plan import plan_log_softmax
-from triton_kernels.rows.template import row_kernel
-from triton_kernels.rows.view import reduction_view
-from triton_kernels.runtime.kernel import Kernel
-from triton_kernels.runtime.numbers import accumulation_dtype, float64_bits
-from triton_kernels.runtime.views import device_guard
-from triton_kernels.tuning import tunable
+from primitives.kernels.rows.launch import Operands, RowSums, launch_rows
+from primitives.kernels.rows.map_plan import plan_log_softmax
+from primitives.kernels.rows.template import row_kernel
+from primitives.kernels.rows.view import reduction_view
+from primitives.kernels.runtime.kernel import Kernel
+from primitives.kernels.runtime.numbers import accumulation_dtype, float64_bits
+from primitives.kernels.runtime.views import device_guard
+from primitives.kernels.tuning import tunable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence

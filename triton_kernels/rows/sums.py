@@ -17,7 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from triton_kernels.rows.tiles import (
+from primitives.kernels.rows.tiles import (
     add_tiles,
     in_places,
     load_params,
@@ -29,9 +29,9 @@ from triton_kernels.rows.tiles import (
     sums_of,
     wanted_of,
 )
-from triton_kernels.runtime.kernel import batch_independent_jit
-from triton_kernels.runtime.numbers import cast, store_cast
-from triton_kernels.runtime.philox_steps import begin_stream
+from primitives.kernels.runtime.kernel import batch_independent_jit
+from primitives.kernels.runtime.numbers import cast, store_cast
+from primitives.kernels.runtime.philox_steps import begin_stream
 
 
 @triton.jit

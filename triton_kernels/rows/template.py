@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 import triton.language as tl
 
-from triton_kernels.rows.kernel import row_op, row_slice
-from triton_kernels.rows.sums import row_sums_op
-from triton_kernels.rows.tiles import aligned
-from triton_kernels.runtime.kernel import batch_independent_jit, stride_independent_jit
+from primitives.kernels.rows.kernel import row_op, row_slice
+from primitives.kernels.rows.sums import row_sums_op
+from primitives.kernels.rows.tiles import aligned
+from primitives.kernels.runtime.kernel import batch_independent_jit, stride_independent_jit
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from triton_kernels.runtime.kernel import Kernel
+    from primitives.kernels.runtime.kernel import Kernel
 
 _CONSTANTS = ("num_cols", "DTYPE", "AXES", "ALIGN", "BLOCK_ROWS", "BLOCK_COLS", "STAGES", "NUM", "WANTED")
 _OF_ROWS = (

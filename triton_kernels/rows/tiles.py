@@ -18,8 +18,8 @@ import math
 import triton
 import triton.language as tl
 
-from triton_kernels.runtime.kernel import INTERPRETED
-from triton_kernels.runtime.numbers import cast, store_cast
+from primitives.kernels.runtime.kernel import INTERPRETED
+from primitives.kernels.runtime.numbers import cast, store_cast
 
 
 class ParamLayout(enum.IntEnum):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from triton_kernels.runtime.arithmetic import (
+from primitives.kernels.runtime.arithmetic import (
     MAX_BLOCK_ELEMENTS,
     MAX_TILE_ROWS,
     MIN_MATMUL,
@@ -13,13 +13,13 @@ from triton_kernels.runtime.arithmetic import (
     cdiv,
     next_power_of_2,
 )
-from triton_kernels.runtime.chips import chip_of
-from triton_kernels.runtime.limits import limits_of
+from primitives.kernels.runtime.chips import chip_of
+from primitives.kernels.runtime.limits import limits_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from triton_kernels.runtime.chips import Chip
+    from primitives.kernels.runtime.chips import Chip
 
 # While a step of a loop is reduced, n stages have n - 2 whole steps under way on NVIDIA, whose loops issue their copies
 # behind the reductions and wait at the top for all but the newest: two stages fetch nothing ahead. On AMD it is n - 1.

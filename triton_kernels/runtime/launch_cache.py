@@ -15,16 +15,16 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime import driver
 
-from triton_kernels.runtime.arithmetic import CACHE_LINE_BYTES, cdiv
-from triton_kernels.runtime.kernel import INTERPRETED, MAX_INT32, are_launches_seen, recording
-from triton_kernels.runtime.planned import plan_changes, remembered
+from primitives.kernels.runtime.arithmetic import CACHE_LINE_BYTES, cdiv
+from primitives.kernels.runtime.kernel import INTERPRETED, MAX_INT32, are_launches_seen, recording
+from primitives.kernels.runtime.planned import plan_changes, remembered
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
-    from triton_kernels.runtime.kernel import DirectLaunch
+    from primitives.kernels.runtime.kernel import DirectLaunch
 
     Launcher = TypeVar("Launcher", bound=Callable[..., Any])
 

@@ -10,13 +10,13 @@ import contextlib
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from triton_kernels.runtime.chips import CHIPS
-from triton_kernels.runtime.planned import forget_plans
+from primitives.kernels.runtime.chips import CHIPS
+from primitives.kernels.runtime.planned import forget_plans
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from triton_kernels.runtime.chips import Chip
+    from primitives.kernels.runtime.chips import Chip
 
 
 @dataclass(frozen=True)

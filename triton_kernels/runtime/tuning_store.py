@@ -12,12 +12,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from triton_kernels.runtime.planned import forget_plans
+from primitives.kernels.runtime.planned import forget_plans
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from triton_kernels.runtime.planned import Request
+    from primitives.kernels.runtime.planned import Request
 
 # A file of another layout is not read.
 FORMAT = 1

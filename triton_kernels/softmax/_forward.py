@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from triton_kernels.rows.launch import RowSums
-from triton_kernels.rows.maps import launch_map, scale_bits
-from triton_kernels.runtime.numbers import TL_DTYPES
-from triton_kernels.softmax._log_softmax_kernels import FORWARD, LOGARITHM, MASKED, SHARE
+from primitives.kernels.rows.launch import RowSums
+from primitives.kernels.rows.maps import launch_map, scale_bits
+from primitives.kernels.runtime.numbers import TL_DTYPES
+from primitives.kernels.softmax._log_softmax_kernels import FORWARD, LOGARITHM, MASKED, SHARE
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -27,8 +27,8 @@ import math
 import triton
 import triton.language as tl
 
-from triton_kernels.rows.template import row_kernel
-from triton_kernels.rows.tiles import exponential, nothing, sums_of
+from primitives.kernels.rows.template import row_kernel
+from primitives.kernels.rows.tiles import exponential, nothing, sums_of
 
 _LOWEST = tl.constexpr(float("-inf"))
 

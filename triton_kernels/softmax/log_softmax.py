@@ -18,10 +18,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from triton_kernels.rows.maps import Part, RowMapKernels
-from triton_kernels.softmax import _log_softmax_kernels
-from triton_kernels.softmax._forward import forward_of
-from triton_kernels.tuning import tunable
+from primitives.kernels.rows.maps import Part, RowMapKernels
+from primitives.kernels.softmax import _log_softmax_kernels
+from primitives.kernels.softmax._forward import forward_of
+from primitives.kernels.tuning import tunable
 
 if TYPE_CHECKING:
     import torch

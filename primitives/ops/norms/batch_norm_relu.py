@@ -117,7 +117,7 @@ def _with_relu(
         jvp: Its jvp.
         kept: What these take beside cotangents and tangents.
         cpu: Their kernels for the CPU.
-        launcher: What the names of their launchers in `triton_kernels.batch_norm.batch_norm` begin with.
+        launcher: What the names of their launchers in `primitives.kernels.batch_norm.batch_norm` begin with.
     """
     name, is_training = norm.name.replace("batch_norm", "batch_norm_relu"), bool(norm.spec.state)
     cached: dict[str, Any] = {"cached": kept[2:]} if is_training else {}
