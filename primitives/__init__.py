@@ -34,7 +34,7 @@ from primitives._repair.switch import is_repaired, repair_torch
 from primitives._version import __version__
 from primitives._warm_up import warm_up
 from primitives.custom import custom_op
-from primitives.testing import RuleError
+from primitives.testing import KernelError, RuleError
 
 __all__ = [
     "AuditReport",
@@ -44,6 +44,7 @@ __all__ = [
     "DeviceError",
     "DtypeError",
     "Finding",
+    "KernelError",
     "LabelError",
     "LeafError",
     "MissingRuleError",
