@@ -23,8 +23,8 @@ _DTYPES, _STRIDED = (torch.float32, torch.float64), torch.strided
 def is_plain_on_cpu(x: Any, *others: Any) -> bool:
     """Whether nothing but eager reverse mode takes part in a call of tensors on the CPU, in float32 or float64.
 
-    `x` may be anything, and each of `others` too; `None` there is no argument. Torch's kernels for half precision on
-    the CPU round more than this package's. Modes that see functions see those of torch.
+    `x` and `others` may be anything; `None` among `others` stands for an absent argument. Torch's kernels for half
+    precision on the CPU round more than this package's. Modes that see functions see those of torch.
     """
     if type(x) not in PLAIN_TYPES or not (x.is_cpu and x.dtype in _DTYPES and x.layout is _STRIDED) or x.is_nested:
         return False
