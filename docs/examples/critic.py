@@ -92,9 +92,9 @@ def error_of_training(net: nn.Module, gradient: Callable[..., Tensor], batch: tu
     def loss(params: dict[str, Tensor]) -> Tensor:
         return loss_of(lambda x: functional_call(net, params, x), gradient, batch)
 
-    slope = sum((g * direction[name]).sum() for name, g in grad(loss)(params).items())
+    derivative = sum((g * direction[name]).sum() for name, g in grad(loss)(params).items())
     below, above = (loss({name: p + h * direction[name] for name, p in params.items()}) for h in (-1e-6, 1e-6))
-    return abs(slope / (above - below) * 2e-6 - 1).item()
+    return abs(derivative / (above - below) * 2e-6 - 1).item()
 
 
 def train(name: str, loss_of: Callable, net: nn.Module, gradient: Callable, steps: int) -> tuple[list[float], float]:

@@ -5,15 +5,15 @@
 
 Eight classifiers of digits learn from batches of their own. `stack_module_state` makes one batch of their weights and
 one of their running statistics, and `vmap` makes one call of a step of all. Each goes along its momentum m, as far as a
-parabola says: the slope of the loss along m, over its curvature. One forward pass gives both, jvp(jvp(loss)).
+parabola says: the first derivative of the loss along m, over the second. One forward pass gives both, jvp(jvp(loss)).
 
-torch has values, gradients and slopes right under `vmap`; its curvature is silently wrong, since its batch norm
+torch has values, gradients and JVPs right under `vmap`; its curvature is silently wrong, since its batch norm
 keeps mean and deviation constant in a JVP of a JVP. `primitives.repair_torch` is all that differs:
 
     torch    off from the loop by 9e-16, 3.7 times as fast; curvature off by 6e-02; accuracy 0.919, one member 0.895
     repaired off from the loop by 4e-16, 3.1 times as fast; curvature off by 1e-10; accuracy 0.919, one member 0.899
 
-Curvature is held against differences of slopes. Step lengths that are off by so little train these networks as well as
+Curvature is compared with differences of JVPs. Step lengths that are off by so little train these networks as well as
 right ones do; the curvature itself, as a measure of sharpness, is another number. With dropout in the networks, `vmap`
 takes `randomness="different"`, and a loop would draw other masks.
 """
@@ -62,22 +62,22 @@ def loss_of(net: nn.Module, params: Tensors, buffers: Tensors, x: Tensor, y: Ten
 def along(
     net: nn.Module, params: Tensors, momentum: Tensors, buffers: Tensors, x: Tensor, y: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Slope and curvature of the loss along a direction, by forward mode."""
+    """First derivative and curvature of the loss along a direction, by forward mode."""
 
     def loss(params: Tensors) -> Tensor:
         # Copies: this pass leaves running statistics alone.
         return loss_of(net, params, {name: b.clone() for name, b in buffers.items()}, x, y)
 
-    (_, slope), (_, curvature) = jvp(lambda p: jvp(loss, (p,), (momentum,)), (params,), (momentum,))
-    return slope, curvature
+    (_, first), (_, curvature) = jvp(lambda p: jvp(loss, (p,), (momentum,)), (params,), (momentum,))
+    return first, curvature
 
 
 def step(net: nn.Module, params: Tensors, momentum: Tensors, buffers: Tensors, x: Tensor, y: Tensor):
     """One step of a member: its parameters, its momentum, and its loss before."""
     gradient, loss = grad_and_value(partial(loss_of, net))(params, buffers, x, y)
     momentum = {name: 0.8 * m + gradient[name] for name, m in momentum.items()}
-    slope, curvature = along(net, params, momentum, buffers, x, y)
-    length = (slope / curvature.abs()).clamp(-2, 2)
+    first, curvature = along(net, params, momentum, buffers, x, y)
+    length = (first / curvature.abs()).clamp(-2, 2)
     return {name: p - length * momentum[name] for name, p in params.items()}, momentum, loss
 
 
@@ -112,7 +112,7 @@ def seconds(nets: Sequence[nn.Module], batches: Sequence[tuple[Tensor, Tensor]],
 def error_of_curvature(
     net: nn.Module, params: Tensors, buffers: Tensors, x: Tensor, y: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The curvature of a member's loss along its gradient, and a central difference of slopes."""
+    """The curvature of a member's loss along its gradient, and a central difference of JVPs."""
     buffers = {name: b.clone() for name, b in buffers.items()}
     gradient, _ = grad_and_value(partial(loss_of, net))(params, buffers, x, y)
     ends = [{name: p + h * gradient[name] for name, p in params.items()} for h in (-1e-5, 1e-5)]

@@ -76,15 +76,15 @@ def gap(gradients: Tensors, batch: Tensors) -> float:
 
 
 def noise(losses: Callable[[Tensors], Tensor], params: Tensors, direction: Tensors) -> Tensor:
-    """Variance of the slopes of the samples' losses along a direction: one JVP, without the gradients."""
+    """Variance of the samples' losses' derivatives along a direction: one JVP, without the gradients."""
     return jvp(losses, (params,), (direction,))[1].var()
 
 
 def error_of_noise(losses: Callable[[Tensors], Tensor], params: Tensors, direction: Tensors) -> float:
-    """Of the slope of the noise along its gradient, against a central difference."""
-    slope = grad(lambda params: noise(losses, params, direction))(params)
-    length = sum(g.square().sum() for g in slope.values()).sqrt()
-    moved = [{name: p + h * slope[name] / length for name, p in params.items()} for h in (-1e-6, 1e-6)]
+    """Relative error of the gradient of the noise, along itself, from a central difference."""
+    gradient = grad(lambda params: noise(losses, params, direction))(params)
+    length = sum(g.square().sum() for g in gradient.values()).sqrt()
+    moved = [{name: p + h * gradient[name] / length for name, p in params.items()} for h in (-1e-6, 1e-6)]
     below, above = (noise(losses, params, direction) for params in moved)
     return abs(length / (above - below) * 2e-6 - 1).item()
 

@@ -34,16 +34,16 @@ def gated_kernel(numel, a_ptr, b_ptr, c_ptr, d_ptr, y_ptr, z_ptr, MODE: tl.const
     DTYPE: tl.constexpr = tl.float64 if a_ptr.dtype.element_ty == tl.float64 else tl.float32
     a, b = tl.load(a_ptr + offsets, mask).to(DTYPE), tl.load(b_ptr + offsets, mask).to(DTYPE)
     sigmoid = 1 / (1 + tl.exp(-a))
-    silu, slope = a * sigmoid, sigmoid * (1 + a * (1 - sigmoid))
+    silu, silu_prime = a * sigmoid, sigmoid * (1 + a * (1 - sigmoid))
     if MODE == "value":
         tl.store(y_ptr + offsets, silu * b, mask)
     else:
         c = tl.load(c_ptr + offsets, mask).to(DTYPE)
         if MODE == "backward":
-            tl.store(y_ptr + offsets, slope * b * c, mask)
+            tl.store(y_ptr + offsets, silu_prime * b * c, mask)
             tl.store(z_ptr + offsets, silu * c, mask)
         else:
-            tl.store(y_ptr + offsets, slope * b * c + silu * tl.load(d_ptr + offsets, mask).to(DTYPE), mask)
+            tl.store(y_ptr + offsets, silu_prime * b * c + silu * tl.load(d_ptr + offsets, mask).to(DTYPE), mask)
 
 
 # The fused part and its first derivatives. All further ones are those of this function.
@@ -51,10 +51,14 @@ def gated_kernel(numel, a_ptr, b_ptr, c_ptr, d_ptr, y_ptr, z_ptr, MODE: tl.const
 def gated(a, b, others=(), *, mode="value"):
     """`silu(a) * b`; `a_bar` and `b_bar` from `others = (y_bar,)`; `y_dot` from `others = (a_dot, b_dot)`."""
     sigmoid, others = a.sigmoid(), [x.contiguous() for x in others]
-    silu, slope = a * sigmoid, sigmoid * (1 + a * (1 - sigmoid))
+    silu, silu_prime = a * sigmoid, sigmoid * (1 + a * (1 - sigmoid))
     if mode == "value":
         return silu * b
-    return (slope * b * others[0], silu * others[0]) if mode == "backward" else slope * b * others[0] + silu * others[1]
+    return (
+        (silu_prime * b * others[0], silu * others[0])
+        if mode == "backward"
+        else silu_prime * b * others[0] + silu * others[1]
+    )
 
 
 @gated.def_kernel("cuda")
@@ -146,9 +150,11 @@ def main():
         weights, value = step(weights, x, target)
         print(f"loss {value.item():.4f}")
     ones = Weights(torch.ones_like(weights.gate), torch.zeros_like(weights.up))
-    _, slope = pr.func.jvp(lambda w: loss(w, x, target), (weights,), (ones,), namespace="swiglu")
+    _, first = pr.func.jvp(lambda w: loss(w, x, target), (weights,), (ones,), namespace="swiglu")
     (product,) = pr.func.hvp(lambda w: loss(w, x, target), (weights,), (ones,), namespace="swiglu")
-    print(f"slope {slope.item():.4f}, curvature {product.gate.sum().item():.4f} along a change of every gate weight")
+    print(
+        f"first derivative {first.item():.4f}, curvature {product.gate.sum().item():.4f} along a change of every gate weight"
+    )
 
 
 if __name__ == "__main__":
