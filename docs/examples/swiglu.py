@@ -152,9 +152,7 @@ def main():
     ones = Weights(torch.ones_like(weights.gate), torch.zeros_like(weights.up))
     _, first = pr.func.jvp(lambda w: loss(w, x, target), (weights,), (ones,), namespace="swiglu")
     (product,) = pr.func.hvp(lambda w: loss(w, x, target), (weights,), (ones,), namespace="swiglu")
-    print(
-        f"first derivative {first.item():.4f}, curvature {product.gate.sum().item():.4f} along a change of every gate weight"
-    )
+    print(f"first derivative {first.item():.4f}, curvature {product.gate.sum().item():.4f} along every gate weight")
 
 
 if __name__ == "__main__":

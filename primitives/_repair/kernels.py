@@ -188,14 +188,24 @@ def _in_plain_code(own: Callable[..., Any], repair: Repair) -> Callable[..., Any
         if repair.is_wrong_at_once:
             places = _places_of_edges(node, values)
         else:
-            # The hook holds no tensor that the node saves itself.
+            # The hook holds no tensor that the node saves itself, as nodes of C++ do by name.
             for i, name in enumerate(names):
-                if isinstance(values[i], torch.Tensor) and name not in _NOT_ALWAYS_SAVED:
+                is_saved = name not in _NOT_ALWAYS_SAVED and hasattr(type(node), f"_saved_{name}")
+                if is_saved and isinstance(values[i], torch.Tensor):
                     values[i] = _Saved(f"_saved_{name}")
+        if repair.operator.namespace != "aten":
+            # Backward passes in Python may not be differentiable, and their results go where one is recorded.
+            node.register_prehook(_unrecorded)
         node.register_hook(functools.partial(_replaced, repair, values, names, len(args), places))
         return outputs
 
     return recorded
+
+
+def _unrecorded(_cotangents: Any) -> None:
+    """Until `_replaced` runs behind it, the node's backward pass is not recorded; the engine restores the mode."""
+    _C._current_autograd_node().metadata[_unrecorded] = torch.is_grad_enabled()
+    _C._set_grad_enabled(False)
 
 
 def _places_of_edges(node: Any, values: Sequence[Any]) -> list[int | None]:
@@ -214,10 +224,11 @@ def _replaced(
     repair: Repair, values: list[Any], names: list[str], count: int, places: Any, _found: Any, cotangents: Any
 ) -> tuple[Any, ...] | None:
     """The gradients that a node returns, by the formula, where the backward pass is recorded or torch's are wrong."""
-    is_recorded = torch.is_grad_enabled()
+    node = _C._current_autograd_node()
+    is_recorded = node.metadata.pop(_unrecorded, torch.is_grad_enabled())
+    _C._set_grad_enabled(is_recorded)
     if not (is_recorded or repair.is_wrong_at_once):
         return None
-    node = _C._current_autograd_node()
     values = [getattr(node, value) if isinstance(value, _Saved) else value for value in values]
     places = _places_of_edges(node, values) if places is None else places
     with repairing(repair.name), torch.enable_grad():
