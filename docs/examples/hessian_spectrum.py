@@ -146,7 +146,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
     for axis, order in zip(axes, ORDERS, strict=True):
         gap = spectra[f"compiled, {order}"].max() / spectra[f"repaired, {order}"].max() - 1
         figures[f"gap, {order}"] = gap.abs().item()
-        axis.plot(truth, torch.full_like(truth, 2e-4), "|", color="black", label="eigenvalues of the Hessian")
+        axis.plot(truth, torch.full_like(truth, 2e-4), "|", color="gray", label="eigenvalues of the Hessian")
         axis.set(yscale="log", ylim=(1e-4, 50), xlabel="eigenvalue", title=order)
     axes[0].set_ylabel("density")
     axes[1].legend()
