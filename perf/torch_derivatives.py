@@ -113,6 +113,7 @@ def _beside_the_database() -> Iterator[Callable[[], Any]]:
     yield lambda: torch.linalg.vector_norm(random(2, 3), dim=1)
     yield lambda: torch.where(mask, random(2, 2), 0.0).cumprod(0)
     yield lambda: random(2, 2).abs().pow(torch.where(mask, random(2, 2), 0.0))
+    yield lambda: torch.where(mask, random(2, 2), 0.0).pow(torch.arange(2))
     factor = random(3, 3, 3).tril() + 2 * torch.eye(3)
     yield lambda: torch.cholesky_inverse(factor[0])
     yield lambda: torch.cholesky_solve(random(3, 3), factor)

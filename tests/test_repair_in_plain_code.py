@@ -156,6 +156,11 @@ def test_each_function_that_calls_an_operator_that_waits_has_its_kernel_in_a_tra
             reached |= seen.names & set(WAITING)
             break
     assert len(reached) > 6, reached
+    pr.repair_torch().undo()
+    with pr.repair_torch():
+        args = *[None] * 4, True, 0.1, 1e-5, False
+        torch.func.grad(lambda x: torch._batch_norm_impl_index(x, *args)[0].sum())(torch.randn(4, 3))
+    assert _is_registered("aten::native_layer_norm")
 
 
 def test_third_derivatives_find_the_eps_that_torch_does_not_hand_on():

@@ -47,6 +47,7 @@ CASES = {
     "weight norm": (lambda v, g: torch._weight_norm(v, g, 0), [(3, 4), (3, 1)], 0),
     "cumprod, zeros": (lambda x: x.cumprod(0), [ZEROS], 1),
     "cumprod, matrix": (lambda x: torch.cumprod(x, dim=-1), [MATRIX], 3),
+    "pow, of zero and less": (lambda x: (x - 2.0).unsqueeze(1) ** torch.arange(5), [ZEROS], 1),
     "sinc, zeros": (torch.sinc, [ZEROS], 1),
     "logaddexp, masked": (lambda x: torch.logaddexp(x + MASKED, x.sin()), [ZEROS], 1),
     **{

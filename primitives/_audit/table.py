@@ -80,7 +80,8 @@ def name_of(operator: OpOverload, args: Sequence[Any] = (), moves: Callable[[Ten
         if name in ("cumprod", "prod", "sinc"):
             return text + ZEROS * bool((x == 0).any())
         if name == "pow" and isinstance(args[1], torch.Tensor):
-            return text + ZEROS * bool((args[1] == 0).any())
+            base = x if x.is_complex() else x.clamp(min=0)
+            return text + ZEROS * bool(((base == 0) | (args[1] == 0)).any())
         if name == "logaddexp":
             return text + INFINITE * bool((x.isinf() | args[1].isinf()).any())
     is_image = x.dim() == 4 and not x.is_contiguous()

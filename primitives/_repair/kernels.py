@@ -154,8 +154,12 @@ def forward_kernel(repair: Repair, device: str, own: Callable[..., Any]) -> Call
 def inplace_name(repair: Repair) -> str | None:
     """Name of the operator that writes the result into its first argument, if there is one of the same arguments."""
     packet = getattr(torch.ops.aten, f"{repair.operator._opname}_", None)
-    inplace = getattr(packet, repair.operator._overloadname, None)
-    return None if inplace is None else inplace.name()
+    overloads = [] if packet is None else [getattr(packet, name) for name in packet.overloads()]
+    return next((own.name() for own in overloads if _arguments(own) == _arguments(repair.operator)), None)
+
+
+def _arguments(operator: OpOverload) -> list[tuple[str, str]]:
+    return [(argument.name, str(argument.type)) for argument in operator._schema.arguments]
 
 
 def inplace_kernel(repair: Repair, own: Callable[..., Any]) -> Callable[..., Any]:

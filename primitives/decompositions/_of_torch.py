@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import _decomp
+from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND, elementwise_dtypes
 
+from primitives._core.batching import to_front
 from primitives._core.decomposition import register_decomposition
+from primitives._core.primitive import Primitive
 from primitives.decompositions._statistics import accumulated
 
 if TYPE_CHECKING:
@@ -98,12 +101,47 @@ def special_i1(self: Tensor) -> Tensor:
     return torch.where(is_small, half * series, torch.special.i1e(away) * away.abs().exp()).to(self.dtype)
 
 
+# Its rules call it, so that they have derivatives of any order, none by an exponent that is a constant.
+pow_p = Primitive(
+    "pow", "(Tensor x, Tensor y) -> Tensor z", residuals=("x", "y"), namespace="primitives_decompositions"
+)
+pow_p.def_reference(torch.pow)
+
+
+def _slope_x(x: Tensor, y: Tensor) -> Tensor:
+    # 0 * x**-n, which is 0, would be NaN.
+    is_flat = (y == 0) & (x.square().square() == 0)
+    return y * pow_p(x, torch.where(is_flat, y, y - 1))
+
+
+def _slope_y(x: Tensor, y: Tensor) -> Tensor:
+    is_zero = (x == 0) & (y.real >= 0)
+    return pow_p(x, y) * torch.where(is_zero, 1, x).log()
+
+
+@pow_p.def_vjp
+def _pow_vjp(residuals: Any, cotangents: Any, wanted: Any) -> dict[str, Tensor]:
+    slopes = {"x": _slope_x, "y": _slope_y}
+    return {name: cotangents.z * slope(*residuals).conj() for name, slope in slopes.items() if getattr(wanted, name)}
+
+
+@pow_p.def_jvp
+def _pow_jvp(residuals: Any, tangents: Any) -> Tensor:
+    if tangents.y is None:
+        return _slope_x(*residuals) * tangents.x
+    along_y = _slope_y(*residuals) * tangents.y
+    return along_y if tangents.x is None else along_y + _slope_x(*residuals) * tangents.x
+
+
+@pow_p.def_vmap
+def _pow_vmap(batch: Any, primals: Any) -> Any:
+    return pow_p(*map(to_front, primals, batch.axes, (batch.size, batch.size))), 0
+
+
 @register_decomposition(aten.pow.Tensor_Tensor)
 def pow_of_tensors(self: Tensor, exponent: Tensor) -> Tensor:
-    """As `exp(y log(x))` where y is 0: torch has the derivative by x there for a constant, which it is by y alone."""
-    if not (exponent.is_floating_point() or exponent.is_complex()):
+    """Torch takes derivatives at exponent 0 for constants, and those by a constant exponent, which may be NaN."""
+    wide, dtype = elementwise_dtypes(self, exponent, type_promotion_kind=ELEMENTWISE_TYPE_PROMOTION_KIND.DEFAULT)
+    if not (dtype.is_floating_point or dtype.is_complex):
         return torch.pow(self, exponent)
-    is_one = (exponent == 0) & (self != 0 if self.is_complex() else self > 0)
-    power = torch.pow(self, torch.where(is_one, exponent.detach(), exponent))
-    near = (torch.where(is_one, exponent, 0) * torch.where(is_one, self, 1).log()).exp()
-    return torch.where(is_one, near.to(power.dtype), power)
+    return pow_p(*torch.broadcast_tensors(self.to(wide), exponent.to(wide))).to(dtype)
