@@ -208,7 +208,8 @@ def _in_plain_code(own: Callable[..., Any], repair: Repair) -> Callable[..., Any
 
 def _unrecorded(_cotangents: Any) -> None:
     """Until `_replaced` runs behind it, the node's backward pass is not recorded; the engine restores the mode."""
-    _C._current_autograd_node().metadata[_unrecorded] = torch.is_grad_enabled()
+    node: Any = _C._current_autograd_node()
+    node.metadata[_unrecorded] = torch.is_grad_enabled()
     _C._set_grad_enabled(False)
 
 
@@ -228,7 +229,7 @@ def _replaced(
     repair: Repair, values: list[Any], names: list[str], count: int, places: Any, _found: Any, cotangents: Any
 ) -> tuple[Any, ...] | None:
     """The gradients that a node returns, by the formula, where the backward pass is recorded or torch's are wrong."""
-    node = _C._current_autograd_node()
+    node: Any = _C._current_autograd_node()
     is_recorded = node.metadata.pop(_unrecorded, torch.is_grad_enabled())
     _C._set_grad_enabled(is_recorded)
     if not (is_recorded or repair.is_wrong_at_once):
