@@ -29,7 +29,7 @@ from primitives.kernels.batch_norm._channels import (
     store_tile,
     through_relu,
 )
-from primitives.kernels.rows.tiles import in_places, nothing, sums_of, wanted_of
+from primitives.kernels.rows.tiles import in_places, nothing, rounded, sums_of, wanted_of
 from primitives.kernels.runtime.kernel import batch_independent_jit
 
 
@@ -157,7 +157,7 @@ def batch_norm_sums_kernel(
         )
         # In this order the sum cannot overflow; any center near the mean will do.
         weight = 1.0 / tl.maximum(second_count, until - before).to(acc_dtype)
-        center = tl.sum(anchor_tiles[1] * weight, axis=0)
+        center = tl.sum(rounded(anchor_tiles[1] * weight), axis=0)
         sums = add_operands(sums, anchor_tiles, center, anchor_mask, SUMS, FOLD)
     else:
         center = load_channels(mean_ptr, group * mean_group_stride + channels, channel_mask, 0.0, acc_dtype)

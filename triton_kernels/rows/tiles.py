@@ -39,6 +39,8 @@ class ParamLayout(enum.IntEnum):
 _PER_COLUMN, _CHANNELS_LAST = tl.constexpr(0), tl.constexpr(2)
 # The interpreter takes a reduction of several tiles at once apart into calls per element.
 _ONE_BY_ONE = tl.constexpr(INTERPRETED)
+# Where products are fused with sums; in the interpreter, a tile that is not stored row by row would change its order.
+_FUSES = tl.constexpr(not INTERPRETED)
 _LOG2_E = tl.constexpr(math.log2(math.e))
 
 
@@ -275,6 +277,16 @@ def _add_6(a, b, c, d, e, f, g, h, i, j, k, m):
 @triton.jit
 def _add_7(a, b, c, d, e, f, g, h, i, j, k, m, n, o):
     return a + h, b + i, c + j, d + k, e + m, f + n, g + o
+
+
+@triton.jit
+def rounded(product):
+    """`product` as a thread gives it to others that add it up.
+
+    If each fused its own product into the sum, their copies of the sum would differ, and which one they store for all
+    is undefined. This zero is fused instead, in the same instruction; -0 becomes 0.
+    """
+    return product + 0.0 if _FUSES else product
 
 
 @triton.jit

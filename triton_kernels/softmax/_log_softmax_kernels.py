@@ -28,7 +28,7 @@ import triton
 import triton.language as tl
 
 from primitives.kernels.rows.template import row_kernel
-from primitives.kernels.rows.tiles import exponential, nothing, sums_of
+from primitives.kernels.rows.tiles import exponential, nothing, rounded, sums_of
 
 _LOWEST = tl.constexpr(float("-inf"))
 
@@ -133,7 +133,7 @@ def merged_exponentials(state, NUM: tl.constexpr):
     scale = exponential(state[0] - _finite(top))
     tiles = ()
     for i in tl.static_range(NUM):
-        tiles = tiles + (state[1 + i] * scale,)
+        tiles = tiles + (rounded(state[1 + i] * scale),)
     return top, tiles
 
 
