@@ -59,10 +59,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _emulate(options: argparse.Namespace) -> int:
-    """Execute the compiled calls of an operation on the CPU, in a small size: counts of each launch, and faults."""
+    """Execute the compiled calls of an operation on the CPU, in a small size: values, counts of each launch, faults."""
     from perf import ops
     from primitives.kernels.runtime.chips import CHIPS, use_chip
     from primitives.testing import check_kernel
+    from tests.kernels.truth import check_values
 
     records = {case.name: case for case in ops.CASES}
     if options.op not in records or not records[options.op].small_workloads:
@@ -72,7 +73,12 @@ def _emulate(options: argparse.Namespace) -> int:
         for call in workload.record.calls(workload, mode, True):
             with use_chip(CHIPS[options.chip]):
                 report = check_kernel(call.launcher, call.args, chip=options.chip, raise_on_failure=False)
-            print(f"{mode}, {call.launcher.__name__}. {report}", flush=True)
+            values = "within their bounds of the truth in float64"
+            try:
+                check_values(call, report.results if isinstance(report.results, (tuple, list)) else [report.results])
+            except AssertionError as error:
+                values, is_wrong = f"wrong: {error}", True
+            print(f"{mode}, {call.launcher.__name__}. {report}\nValues:\n  {values}", flush=True)
             is_wrong |= not report.ok
     return int(is_wrong)
 

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
-from triton.backends.compiler import GPUTarget
 
 from perf.machine_code.assembly import accesses, is_amd, unseen_pointers, usage
 from perf.machine_code.cases import cases
@@ -27,6 +26,7 @@ from primitives.kernels.batch_norm._plan import channel_programs
 from primitives.kernels.runtime.chips import CHIPS, use_chip
 from primitives.kernels.runtime.kernel import intercept
 from primitives.kernels.runtime.limits import limits_of
+from primitives.testing._ptx.launching import StandInDriver
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping
@@ -70,37 +70,6 @@ class Launch(NamedTuple):
         options = {name: value for name, value in self.constants.items() if name not in self.kernel.argument_names}
         named = (*zip(self.kernel.argument_names, self.known, strict=True), *options.items())
         return {name: repr(value) for name, value in named}
-
-
-class StandInDriver:
-    """Stands in for the driver of a chip of `CHIPS`, with what Triton asks of one before it loads a kernel."""
-
-    def __init__(self, chip_name: str) -> None:
-        self._chip_name, self._chip = chip_name, CHIPS[chip_name]
-        self.utils = self
-
-    def get_current_target(self) -> GPUTarget:
-        """Chip that Triton compiles for."""
-        if is_amd(self._chip_name):
-            return GPUTarget("hip", self._chip_name, self._chip.warp_size)
-        return GPUTarget("cuda", int(self._chip_name.removeprefix("sm_")), self._chip.warp_size)
-
-    def get_device_properties(self, device: int) -> dict[str, int]:
-        """Limits that Triton checks a compiled kernel against."""
-        return {
-            "max_shared_mem": self._chip.shared_bytes,
-            "multiprocessor_count": self._chip.num_processors,
-            "warpSize": self._chip.warp_size,
-            "max_num_regs": self._chip.registers,
-        }
-
-    def get_current_device(self) -> int:
-        """Number of the device: Triton keeps compiled kernels for each, so that each chip needs its own."""
-        return list(CHIPS).index(self._chip_name)
-
-    def get_current_stream(self, device: int) -> int:
-        """Handle of a stream."""
-        return 0
 
 
 @contextlib.contextmanager

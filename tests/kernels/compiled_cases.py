@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from perf.machine_code.cases import launch_mode
-from perf.machine_code.compiling import Launch, StandInDriver, try_compile, watch_launches, whole_rows
+from perf.machine_code.compiling import Launch, try_compile, watch_launches, whole_rows
 from perf.machine_code.listing import Region, listings, regions
 from perf.machine_code.rules import broken_rules
 from perf.machine_code.table import Row
@@ -25,6 +25,7 @@ from perf.ops import CASES
 from perf.ops.batch_norm import BatchNorm
 from perf.ops.layer_norm import LAYER_NORM, LayerNorm
 from perf.ops.workload import Workload, unnamed
+from primitives.testing._ptx.launching import StandInDriver
 
 
 def launches(chip_name: str, workload: Workload, launch: Callable[[], object]) -> list[Launch]:

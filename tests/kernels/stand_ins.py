@@ -12,8 +12,8 @@ import triton
 from torch import Tensor
 from triton.compiler import CompiledKernel
 
-from perf.machine_code.compiling import StandInDriver
 from primitives.kernels.runtime.chips import CHIPS, use_chip
+from primitives.testing._ptx.launching import StandInDriver
 
 launches: list[tuple] = []
 

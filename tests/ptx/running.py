@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from primitives.testing._ptx import instructions  # noqa: F401 - registers them
+from primitives.testing._ptx import instructions, products  # noqa: F401 - registers them
 from primitives.testing._ptx.arithmetic import KINDS
 from primitives.testing._ptx.machine import Machine, prepared
 from primitives.testing._ptx.memory import Fault, Faults, Memory

@@ -48,8 +48,8 @@ CONVERSIONS = {
 @pytest.mark.parametrize("form", CONVERSIONS)
 def test_cvt(form):
     kinds, values, expected = CONVERSIONS[form]
-    dtype = compute(f"{form} {{0}}, {{1}}", kinds, values).dtype
-    assert bits(compute(f"{form} {{0}}, {{1}}", kinds, values), dtype) == bits(expected, dtype)
+    found = compute(f"{form} {{0}}, {{1}}", kinds, values)
+    assert bits(found, found.dtype) == bits(expected, found.dtype)
 
 
 def test_cvt_of_two_puts_the_first_into_the_upper_half():

@@ -17,42 +17,40 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from primitives.testing._ptx import instructions  # noqa: F401 - registers them
+from primitives.kernels.runtime.chips import CHIPS
+from primitives.testing._ptx import instructions, products  # noqa: F401 - registers them
 from primitives.testing._ptx.machine import Machine, prepared
 from primitives.testing._ptx.memory import BASE, Fault, Faults, Memory, Traffic
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["CHIPS", "Emulation", "Launched", "StandInDriver", "emulated"]
+__all__ = ["Emulation", "Launched", "StandInDriver", "emulated"]
 
 Array = Any
 
-# Shared memory of a block and registers of a processor, by the data sheets of A100 and H200.
-CHIPS = {"sm_80": (166912, 108), "sm_90": (232448, 132)}
-_REGISTERS = 65536
-
 
 class StandInDriver:
-    """Stands in for the driver of a chip, with what Triton asks of one before it loads a kernel."""
+    """Stands in for the driver of a chip of `CHIPS`, with what Triton asks of one before it loads a kernel."""
 
-    def __init__(self, chip: str) -> None:
-        self.utils = self
-        self._capability = int(chip.removeprefix("sm_"))
-        self._shared_bytes, self._processors = CHIPS[chip]
+    def __init__(self, chip_name: str) -> None:
+        self.utils, self._number, self._chip = self, list(CHIPS).index(chip_name), CHIPS[chip_name]
 
     def get_current_target(self) -> GPUTarget:
         """Chip that Triton compiles for."""
-        return GPUTarget("cuda", self._capability, 32)
+        name, warp_size = self._chip.name, self._chip.warp_size
+        if name.startswith("gfx"):
+            return GPUTarget("hip", name, warp_size)
+        return GPUTarget("cuda", int(name.removeprefix("sm_")), warp_size)
 
     def get_device_properties(self, device: int) -> dict[str, int]:
         """Limits that Triton checks a compiled kernel against."""
-        limits = {"max_shared_mem": self._shared_bytes, "multiprocessor_count": self._processors}
-        return limits | {"warpSize": 32, "max_num_regs": _REGISTERS}
+        limits = {"max_shared_mem": self._chip.shared_bytes, "multiprocessor_count": self._chip.num_processors}
+        return limits | {"warpSize": self._chip.warp_size, "max_num_regs": self._chip.registers}
 
     def get_current_device(self) -> int:
         """A number that no device has: Triton keeps compiled kernels for each."""
-        return 1000 + self._capability
+        return 1000 + self._number
 
     def get_current_stream(self, device: int) -> int:
         """Handle of a stream."""
@@ -67,8 +65,7 @@ class Launched(NamedTuple):
         grid: Numbers of programs.
         loads: What it loads, by the names of arguments; those that share a storage are one.
         stores: What it stores.
-        counts: Instructions of threads and of warps, barriers of blocks, passes over the banks of shared memory, and
-            how many of these are conflicts.
+        counts: Instructions of threads and of warps, and barriers of blocks.
     """
 
     kernel: str

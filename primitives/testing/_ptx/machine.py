@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from primitives.testing._ptx.arithmetic import KINDS, UNSIGNED, operation
-from primitives.testing._ptx.code import Code, Instruction, UnsupportedInstructionError, parse
+from primitives.testing._ptx.code import Address, Code, Instruction, UnsupportedInstructionError, parse
 from primitives.testing._ptx.shared import Lanes, Shared, unit_of
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ _DONE = 1 << 30
 _ALL = np.ones(1, bool)
 _NUMBER = re.compile(r"-?\d+U?$|-?0x[\da-fA-F]+U?$")
 _HANDLERS: dict[str, Callable[[Machine, Instruction, Any], None]] = {}
-_OF_A_WARP = {"shfl", "ldmatrix", "stmatrix", "mma", "wgmma", "redux"}
+_OF_A_WARP = {"shfl", "ldmatrix", "stmatrix", "mma", "wgmma"}
 _CONTROL = {"bra", "ret", "exit", "bar", "barrier"}
 
 
@@ -74,8 +74,24 @@ def _step(code: Code, instruction: Instruction, is_approximate: bool) -> Step | 
             raise instruction.unsupported()
         return None
     handler = _HANDLERS.get(instruction.op)
-    if handler is not None and (instruction.op != "mov" or any(isinstance(x, tuple) for x in instruction.operands)):
-        return _guarding(instruction, functools.partial(_call, handler, instruction))
+    if handler is None or (instruction.op == "mov" and all(isinstance(each, str) for each in instruction.operands)):
+        step = _computing(code, instruction, is_approximate)
+    else:
+        step = functools.partial(_execute, handler, instruction)
+
+    def guarded(machine: Machine, mask: Any) -> None:
+        mask = machine.guarded(instruction, mask)
+        if mask is None or mask.any():
+            step(machine, mask)
+
+    return step if instruction.guard is None else guarded
+
+
+def _execute(handler: Any, instruction: Instruction, machine: Machine, mask: Any) -> None:
+    handler(machine, instruction, mask)
+
+
+def _computing(code: Code, instruction: Instruction, is_approximate: bool) -> Step:
     computed = operation(instruction, is_approximate)
     target, *sources = instruction.operands
     reads = [reader(code, *each) for each in zip(sources, computed.sources, strict=True)]
@@ -92,26 +108,12 @@ def _step(code: Code, instruction: Instruction, is_approximate: bool) -> Step | 
             value = value.astype(widened)
         undefined = machine.undefined_of(names) if machine.undefined else None
         if undefined is not None and instruction.op == "selp":
-            undefined = machine.undefined_choice(*sources)
+            # It takes one of two.
+            first, second, choice = (machine.undefined.get(each, False) for each in sources)
+            undefined = np.where(reads[2](machine), first, second) | choice
         machine.put(target, value, mask, undefined)
 
-    return _guarding(instruction, step)
-
-
-def _call(handler: Any, instruction: Instruction, machine: Machine, mask: Any) -> None:
-    handler(machine, instruction, mask)
-
-
-def _guarding(instruction: Instruction, step: Step) -> Step:
-    if instruction.guard is None:
-        return step
-
-    def guarded(machine: Machine, mask: Any) -> None:
-        mask = machine.guarded(instruction, mask)
-        if mask is None or mask.any():
-            step(machine, mask)
-
-    return guarded
+    return step
 
 
 def wider(code: Code, register: str, kind: str, dtype: np.dtype) -> np.dtype | None:
@@ -149,17 +151,14 @@ def _constant(code: Code, text: str, dtype: np.dtype) -> Array:
 
 
 def _special(name: str, dtype: np.dtype, machine: Machine) -> Array:
-    part, _, axis = name[1:].partition(".")
-    number = "xyz".find(axis or "?")
-    values = {
-        **{"tid": (machine.threads, 0, 0), "ntid": (machine.program.code.threads, 1, 1), "nctaid": machine.grid},
-        **{"ctaid": machine.places, "laneid": machine.threads % 32, "warpid": machine.threads // 32},
-    }.get(part)
-    if values is None or (number < 0) == isinstance(values, tuple):
+    threads, count = machine.threads, machine.program.code.threads
+    values = {f"%ctaid.{axis}": place for axis, place in zip("xyz", machine.places, strict=True)}
+    values |= {f"%nctaid.{axis}": size for axis, size in zip("xyz", machine.grid, strict=True)}
+    values |= {"%tid.x": threads, "%tid.y": 0, "%tid.z": 0, "%ntid.x": count, "%ntid.y": 1, "%ntid.z": 1}
+    values |= {"%laneid": threads % 32, "%warpid": threads // 32}
+    if name not in values:
         raise UnsupportedInstructionError(f"The emulator does not know the register `{name}`.")
-    return (
-        np.atleast_1d(np.asarray(values[number] if isinstance(values, tuple) else values)).astype(np.uint32).view(dtype)
-    )
+    return np.atleast_1d(np.asarray(values[name])).astype(np.uint32).view(dtype)
 
 
 class Machine:
@@ -170,7 +169,7 @@ class Machine:
         memory: Global memory.
         parameters: Arrays of one element, by name.
         faults: What is wrong.
-        counts: Instructions of threads and warps, barriers, accesses to shared memory.
+        counts: Instructions of threads and warps, and barriers.
         registers: Values of all threads of the blocks that run, by name.
         undefined: Which of these follow from memory that nobody has written.
         lanes: How many threads run.
@@ -309,6 +308,17 @@ class Machine:
         elif self.undefined:
             self.undefined.pop(name, None)
 
+    def put_some(self, name: str, values: Array, mask: Any, undefined: Any = None) -> None:
+        """Set a register, given values of the threads in `mask` alone."""
+        if mask is not None:
+            whole, numbers = np.zeros(self.lanes, values.dtype), np.flatnonzero(mask)
+            whole[numbers] = values
+            if undefined is not None:
+                undefined, part = np.zeros(self.lanes, bool), undefined
+                undefined[numbers] = part
+            values = whole
+        self.put(name, values, mask, undefined)
+
     def undefined_of(self, names: Sequence[str]) -> Any:
         """Which values that follow from some registers are undefined; None for none."""
         found = None
@@ -317,12 +327,6 @@ class Machine:
             if each is not None:
                 found = each if found is None else found | each
         return found
-
-    def undefined_choice(self, first: str, second: str, condition: str) -> Array:
-        """The same of `selp`, which takes one of two."""
-        choice = reader(self.program.code, condition, KINDS["pred"])(self)
-        both = np.where(choice, self.undefined.get(first, False), self.undefined.get(second, False))
-        return both | self.undefined.get(condition, False)
 
     def must_be_defined(self, instruction: Instruction, names: Sequence[str], mask: Any, what: str) -> None:
         """Fault what an instruction does with undefined values."""
@@ -347,6 +351,21 @@ class Machine:
         if mask is None:
             return None if predicate.all() else predicate
         return predicate & mask
+
+    # Places in memory.
+    def _addresses(self, instruction: Instruction, address: Address, numbers: Array, mask: Any) -> Array:
+        self.must_be_defined(instruction, [address.base], mask, "an address")
+        kind = KINDS["u64" if self.program.code.kind_of(address.base) == "b64" else "u32"]
+        return self.full(address.base, kind)[numbers].astype(np.int64) + address.offset
+
+    def shared_place(self, instruction: Instruction, address: Address, lanes: Lanes, size: int, mask: Any) -> Array:
+        """Offsets of accesses of some threads to the shared memory of their blocks."""
+        return self.shared.place(instruction, self._addresses(instruction, address, lanes.numbers, mask), size)
+
+    def global_place(self, instruction: Instruction, address: Address, numbers: Array, size: int, mask: Any) -> Array:
+        """Offsets of accesses of some threads to global memory."""
+        at = self._addresses(instruction, address, numbers, mask)
+        return self.memory.place(instruction, at, size, self.faults)
 
     def lanes_of(self, mask: Any) -> Lanes:
         """The threads in a mask."""

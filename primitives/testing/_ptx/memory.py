@@ -11,7 +11,7 @@ from primitives.testing._ptx.arithmetic import UNSIGNED
 if TYPE_CHECKING:
     from primitives.testing._ptx.code import Instruction
 
-__all__ = ["BASE", "Access", "Fault", "Faults", "Memory", "Traffic"]
+__all__ = ["BASE", "SECTOR_BYTES", "Access", "Fault", "Faults", "Memory", "Traffic"]
 
 Array = Any
 
