@@ -14,19 +14,25 @@ differentiate the references of these.
 from __future__ import annotations
 
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from primitives._core import Primitive, value_and_jvp
-from primitives.ops.rules import accumulation_dtype, batch_all, bind_kernels, called, empty_output, second_order
+from primitives.ops.rules import accumulation_dtype, batch_all, bind_kernels, called, define, empty_output, second_order
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from types import ModuleType
 
     from torch import Tensor
 
     # Of contiguous tensors in the dtype of sums, and of the options.
     Formula = Callable[..., Tensor]
+
+
+class _Formulas(NamedTuple):
+    bwd: Formula
+    jvp: Formula
+    along_k: Any
+    of_k_dot: Any
 
 
 class RowMap:
@@ -42,7 +48,7 @@ class RowMap:
         jvp: `(x_dot, k, *options) -> y_dot`; None where the derivative is symmetric, so that it is `bwd`.
         second_order: Where second order has kernels: `(y_bar, k, x_dot, *options)`, the part of the gradient of L for
             k, and `(y_bar, k, k_dot, *options)`, what the tangent of k adds to that of x_bar.
-        cpu: Kernels for the CPU by the names `fwd`, `bwd`, `jvp`, `pairing` and `bwd_jvp`, as far as it has them.
+        by_aten: `bwd` by one call of ATen, of which the kernels for the CPU are made.
         counter: As of `batch_all`.
         room: The package of `kernels` in which a module that is named after `value` has launchers.
 
@@ -60,14 +66,17 @@ class RowMap:
         jvp: Formula | None = None,
         second_order: tuple[Formula, Formula] | None = None,
         *,
-        cpu: ModuleType | None = None,
+        by_aten: Formula | None = None,
         counter: str | None = None,
         room: str = "softmax",
     ) -> None:
         self.ops = {"fwd": value}
         self._kept, self._options = kept, [option.split()[-1] for option in options.split(", ")]
         self._of_k, self._dtype = [kept, *value.spec.statistics], ["x_dtype"] * (kept == "y")
-        self._bwd, self._jvp, self._is_symmetric = bwd, jvp or bwd, jvp is None
+        along_k, of_k_dot = second_order or (None, None)
+        self._formulas, self._on_cpu = _Formulas(bwd, jvp or bwd, along_k, of_k_dot), None
+        if by_aten is not None:
+            self._on_cpu = _Formulas(by_aten, jvp or by_aten, along_k, of_k_dot)
         tensors = ", ".join(f"Tensor {tensor}" for tensor in self._of_k)
         of_vjp = ", ".join([options, *(f"ScalarType {name}" for name in self._dtype)])
         self._make("bwd", f"(Tensor y_bar, {tensors}, {of_vjp}) -> Tensor x_bar", self._run_bwd, "y_bar")
@@ -76,19 +85,18 @@ class RowMap:
         if value.spec.tensors == ("x",):
             self._define_first_order()
         if second_order is not None:
-            self._along_k, self._of_k_dot = second_order
             bars = f"(Tensor y_bar_bar, Tensor {'output' if kept == 'y' else 'x'}_bar, Tensor x_dot_bar)"
             schema = f"(Tensor y_bar, {tensors}, Tensor x_dot, {options}, bool[] wanted) -> {bars}"
             self._make("pairing", schema, self._run_pairing)
             dots = f"Tensor? y_bar_dot, Tensor? {kept}_dot"
             schema = f"(Tensor y_bar, {tensors}, {dots}, {of_vjp}) -> Tensor x_bar_dot"
             self._make("bwd_jvp", schema, self._run_bwd_jvp)
-            self._define_second_order()
+            self._define_second_order(is_symmetric=jvp is None)
         for suffix, op in self.ops.items():
-            bind_kernels(op, f"{room}.{value.name}", f"{value.name}_{suffix}", getattr(cpu, suffix, None))
+            bind_kernels(op, f"{room}.{value.name}", f"{value.name}_{suffix}")
         batch_all(*self.ops.values(), counter=counter)
 
-    def _make(self, suffix: str, schema: str, reference: Callable[[dict[str, Any]], Any], *first: str) -> None:
+    def _make(self, suffix: str, schema: str, run: Callable[[_Formulas, dict[str, Any]], Any], *first: str) -> None:
         op = Primitive(
             f"{self.ops['fwd'].name}_{suffix}",
             schema,
@@ -97,7 +105,13 @@ class RowMap:
             decomposable=True,
             namespace=self.ops["fwd"].spec.namespace,
         )
-        op.def_reference(lambda *args: reference(dict(zip(op.spec.arguments, args, strict=True))))
+        on_cpu = self._on_cpu
+        define(
+            op,
+            lambda by, call: run(by, vars(call)),
+            lambda _: self._formulas,
+            None if on_cpu is None else lambda _: on_cpu,
+        )
         self.ops[suffix] = op
 
     # References, of arguments by name. Statistics are values of x, which formulas take from k again.
@@ -107,26 +121,26 @@ class RowMap:
         tensors = [given[name].contiguous().to(dtype) for name in names]
         return formula(*tensors, *[given[name] for name in self._options])
 
-    def _run_bwd(self, given: dict[str, Any]) -> Tensor:
-        return self._run(self._bwd, given, "y_bar", self._kept).to(given.get("x_dtype", given[self._kept].dtype))
+    def _run_bwd(self, by: _Formulas, given: dict[str, Any]) -> Tensor:
+        return self._run(by.bwd, given, "y_bar", self._kept).to(given.get("x_dtype", given[self._kept].dtype))
 
-    def _run_jvp(self, given: dict[str, Any]) -> Tensor:
-        return self._run(self._jvp, given, "x_dot", self._kept).to(given[self._kept].dtype)
+    def _run_jvp(self, by: _Formulas, given: dict[str, Any]) -> Tensor:
+        return self._run(by.jvp, given, "x_dot", self._kept).to(given[self._kept].dtype)
 
-    def _run_pairing(self, given: dict[str, Any]) -> tuple[Tensor, ...]:
+    def _run_pairing(self, by: _Formulas, given: dict[str, Any]) -> tuple[Tensor, ...]:
         k = self._kept
-        formulas = (self._jvp, "x_dot", k), (self._along_k, "y_bar", k, "x_dot"), (self._bwd, "y_bar", k)
+        formulas = (by.jvp, "x_dot", k), (by.along_k, "y_bar", k, "x_dot"), (by.bwd, "y_bar", k)
         return tuple(
             self._run(formula, given, *names).to(given[like].dtype) if want else empty_output(given[k])
             for like, (formula, *names), want in zip(("y_bar", k, "x_dot"), formulas, given["wanted"], strict=True)
         )
 
-    def _run_bwd_jvp(self, given: dict[str, Any]) -> Tensor:
+    def _run_bwd_jvp(self, by: _Formulas, given: dict[str, Any]) -> Tensor:
         k, terms = self._kept, []
         if given["y_bar_dot"] is not None:
-            terms.append(self._run(self._bwd, given, "y_bar_dot", k))
+            terms.append(self._run(by.bwd, given, "y_bar_dot", k))
         if given[f"{k}_dot"] is not None:
-            terms.append(self._run(self._of_k_dot, given, "y_bar", k, f"{k}_dot"))
+            terms.append(self._run(by.of_k_dot, given, "y_bar", k, f"{k}_dot"))
         return sum(terms[1:], terms[0]).to(given.get("x_dtype", given[k].dtype))
 
     # Rules.
@@ -138,10 +152,10 @@ class RowMap:
         value.def_vjp(lambda residuals, cotangents, wanted: {"x": bwd(cotangents.y, *for_bwd(residuals))})
         value.def_jvp(lambda residuals, tangents: jvp(tangents.x, *for_jvp(residuals)))
 
-    def _define_second_order(self) -> None:
+    def _define_second_order(self, *, is_symmetric: bool) -> None:
         bwd, jvp, bwd_jvp = self.ops["bwd"], self.ops["jvp"], self.ops["bwd_jvp"]
         second_order(bwd, jvp, bwd_jvp, self.ops["pairing"])
-        if self._is_symmetric:
+        if is_symmetric:
             # It is linear in x_dot, as the backward is in y_bar.
             jvp.def_jvp(
                 lambda r, t: called(

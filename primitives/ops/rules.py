@@ -6,6 +6,7 @@ import functools
 import inspect
 from itertools import compress
 from operator import attrgetter
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -67,16 +68,12 @@ def masked(x: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     return (u + mask.to(x.dtype)).masked_fill(mask == -torch.inf, -torch.inf)
 
 
-def bind_kernels(
-    op: Primitive, module: str, name: str, cpu: Callable[..., Any] | None = None, **constants: bool | int
-) -> None:
-    """Make the launcher `name` of `kernels.<module>` the CUDA kernel of `op`, and `cpu` that for the CPU.
+def bind_kernels(op: Primitive, module: str, name: str, **constants: bool | int) -> None:
+    """Make the launcher `name` of `kernels.<module>` the CUDA kernel of `op`.
 
     The launcher gets the arguments of `op`, and the `constants`, that its own parameters are named after, and its
     defaults for others; the module is imported at the first call.
     """
-    if cpu is not None:
-        op.def_kernel("cpu")(cpu)
 
     @functools.cache
     def loaded() -> tuple[ModuleType, Callable[[Sequence[Any]], tuple], tuple]:
@@ -92,6 +89,34 @@ def bind_kernels(
         launchers, pick, others = loaded()
         # Looked up at each call: tests and tuning may put another launcher in its place.
         return getattr(launchers, name)(*pick((*args, *others)))
+
+
+def define(
+    op: Primitive,
+    formula: Callable[..., Any],
+    pieces: Callable[[Any], Any],
+    on_cpu: Callable[[Any], Any] | None = None,
+) -> None:
+    """Define `op`, and its kernel for the CPU, by one formula.
+
+    Args:
+        op: The operator.
+        formula: `(pieces, call) -> outputs`, where the fields of `call` are the arguments by name.
+        pieces: `call -> pieces`, functions that derivatives go through.
+        on_cpu: `call -> pieces` as values, or None for a call that is left to the reference.
+    """
+
+    def by(make: Callable[[Any], Any]) -> Callable[..., Any]:
+        def implementation(*args: Any) -> Any:
+            call = SimpleNamespace(**dict(zip(op.spec.arguments, args, strict=True)))
+            made = make(call)
+            return None if made is None else formula(made, call)
+
+        return implementation
+
+    op.def_reference(by(pieces))
+    if on_cpu is not None:
+        op.def_kernel("cpu")(by(on_cpu))
 
 
 def cast_to_float32(primals: Any) -> Any:

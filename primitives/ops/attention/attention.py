@@ -210,11 +210,13 @@ def _attention_jvp_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Te
 # Kernels. The temporaries of those for the CPU stay inside.
 
 
+@attention_p.def_kernel("cpu")
 def _attention_cpu(*args: Any) -> tuple[Tensor, ...]:
     problem, _ = problem_of(attention_p, args, in_place=True)
     return flash(problem) or forward(problem)
 
 
+@attention_bwd_p.def_kernel("cpu")
 def _attention_bwd_cpu(*args: Any) -> tuple[Tensor, ...]:
     problem, wanted = problem_of(attention_bwd_p, args, in_place=True)
     served = None if wanted[3] else flash_bwd(problem)
@@ -224,13 +226,14 @@ def _attention_bwd_cpu(*args: Any) -> tuple[Tensor, ...]:
     return (*bars, empty_output(problem.q))
 
 
+@attention_jvp_p.def_kernel("cpu")
 def _attention_jvp_cpu(*args: Any) -> tuple[Tensor, ...]:
     return jvp(problem_of(attention_jvp_p, args, in_place=True)[0])
 
 
-bind_kernels(attention_p, "attention.attention", "attention_fwd", _attention_cpu)
-bind_kernels(attention_bwd_p, "attention.attention", "attention_bwd", _attention_bwd_cpu)
-bind_kernels(attention_jvp_p, "attention.attention", "attention_jvp", _attention_jvp_cpu)
+bind_kernels(attention_p, "attention.attention", "attention_fwd")
+bind_kernels(attention_bwd_p, "attention.attention", "attention_bwd")
+bind_kernels(attention_jvp_p, "attention.attention", "attention_jvp")
 
 
 # Derivatives.

@@ -125,6 +125,7 @@ def _attention_pairing_reference(*args: Any) -> tuple[Tensor, ...]:
     return pairing(*without_results(attention_pairing_p, args))
 
 
+@attention_pairing_p.def_kernel("cpu")
 def _attention_pairing_cpu(*args: Any) -> tuple[Tensor, ...]:
     return pairing(*problem_of(attention_pairing_p, args, in_place=True))
 
@@ -142,7 +143,7 @@ def _attention_pairing_fake(*args: Any) -> tuple[Tensor, ...]:
 
 # Kernels.
 
-bind_kernels(attention_pairing_p, "attention.attention", "attention_pairing", _attention_pairing_cpu)
+bind_kernels(attention_pairing_p, "attention.attention", "attention_pairing")
 
 
 # The tangents of the backward are derivatives of L, too.

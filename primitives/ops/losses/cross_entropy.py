@@ -20,13 +20,13 @@ float64 x, in which all sums are taken.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+import functools
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from primitives._core import LabelError, Primitive, value_and_jvp
-from primitives.ops.losses import cpu_cross_entropy as cpu
-from primitives.ops.rules import accumulation_dtype, batch_all, bind_kernels, empty_output, first_order
+from primitives.ops.rules import accumulation_dtype, batch_all, bind_kernels, define, empty_output, first_order
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -58,148 +58,161 @@ cross_entropy_fwd_jvp_p = value_and_jvp(cross_entropy_p, cross_entropy_jvp_p)
 # Reference.
 
 
-class Terms(NamedTuple):
+class Terms:
     """Common parts of the formulas, in the dtype of sums; of one number a row, the axis of the classes stays.
 
-    `shifted` is x minus the maximum of its row, `log_sum` the logarithm of the sum of its exponentials. The target is
-    true in the places of labels, or probabilities. Without labels, nothing says which rows are `kept`: all are.
+    Args:
+        x: The logits.
+        target: Labels or probabilities.
+        dim: The axis of the classes.
+        smoothing: Of the target.
+        lse: As a value, which no derivative goes through; without it all is a function of x.
+
+    Attributes:
+        lse: Of each row.
+        has_labels: Whether the target are labels.
+        kept: Which rows count; all do without labels, and nothing says so.
     """
 
-    shifted: Tensor
-    log_sum: Tensor
-    lse: Tensor
-    target: Tensor
-    kept: Tensor | None
+    def __init__(self, x: Tensor, target: Tensor, dim: int, smoothing: float, lse: Tensor | None = None) -> None:
+        acc = accumulation_dtype(x.dtype)
+        self.dim, self.smoothing, self.count = dim, smoothing, x.shape[dim]
+        self.shifted = x.contiguous().to(acc)
+        if lse is None:
+            # No derivative goes through the maximum: the results are the same whatever is subtracted first.
+            top = self.shifted.detach().amax(dim, keepdim=True)
+            self.shifted = self.shifted - top
+            self.log_sum = self.shifted.exp().sum(dim, keepdim=True).log()
+            self.lse = self.log_sum + top
+        else:
+            self.lse = self.log_sum = lse.unsqueeze(dim)
+        self.has_labels, self.kept = not target.is_floating_point(), None
+        if self.has_labels:
+            self.target = target.contiguous().unsqueeze(dim)
+            self.kept = self.target >= 0
+        else:
+            self.target = target.contiguous().to(acc)
 
-    @property
-    def has_labels(self) -> bool:
-        """Whether the target are labels."""
-        return self.target.dtype == torch.bool
+    @functools.cached_property
+    def log_p(self) -> Tensor:
+        """The logarithm of p."""
+        return self.shifted - self.log_sum
+
+    def probabilities(self) -> Tensor:
+        """The p, in memory of their own."""
+        return self.log_p.exp()
+
+    def times(self, x: Tensor, factor: Any) -> Tensor:
+        """`x * factor`, where x is needed no more."""
+        return x * factor
+
+    @functools.cached_property
+    def _is_target(self) -> Tensor:
+        classes = torch.arange(self.count, device=self.target.device)
+        return self.target == classes.reshape([-1, *[1] * (self.target.dim() - self.dim - 1)])
+
+    def _with_target(self, v: Tensor) -> Tensor:
+        """Sum of target * v; a class of probability 0 adds nothing by its label, whatever v is there."""
+        product = torch.where(self._is_target, v, 0.0) if self.has_labels else self.target * v
+        return product.sum(self.dim, keepdim=True)
+
+    def dot(self, v: Tensor) -> Tensor:
+        """Sum of t * v."""
+        total = (1.0 - self.smoothing) * self._with_target(v)
+        return total + self.smoothing / self.count * v.sum(self.dim, keepdim=True) if self.smoothing else total
+
+    def of_target(self, factor: Any) -> Any:
+        """The product of `factor` and the sum of t; of rows with labels, which are kept, that is 1."""
+        if self.has_labels:
+            # A product by the number 1 is a tensor that no compiler has seen, below three levels of forward mode.
+            return factor
+        return factor * ((1.0 - self.smoothing) * self.target.sum(self.dim, keepdim=True) + self.smoothing)
+
+    def less_target(self, total: Tensor, factor: Any) -> Tensor:
+        """`total - factor * t`."""
+        share = self.smoothing / self.count
+        if self.has_labels:
+            return total - torch.where(self._is_target, (1.0 - self.smoothing + share) * factor, share * factor)
+        return total - factor * ((1.0 - self.smoothing) * self.target + share)
+
+    def per_row(self, bar: Tensor | None, *, of_loss: bool) -> Tensor | float:
+        """A cotangent of loss or of lse, or a tangent of one, beside the classes; that of an ignored loss is 0."""
+        if bar is None:
+            return 0.0
+        bar = bar.contiguous().to(self.lse.dtype).unsqueeze(self.dim)
+        return torch.where(self.kept, bar, 0.0) if of_loss and self.kept is not None else bar
 
 
-def terms_of(x: Tensor, target: Tensor, dim: int) -> Terms:
-    """`Terms`, all functions of x."""
-    acc = accumulation_dtype(x.dtype)
-    x = x.contiguous().to(acc)
-    # No derivative goes through the maximum: the results are the same whatever is subtracted first.
-    top = x.detach().amax(dim, keepdim=True)
-    shifted = x - top
-    log_sum = shifted.exp().sum(dim, keepdim=True).log()
-    if target.is_floating_point():
-        return Terms(shifted, log_sum, log_sum + top, target.contiguous().to(acc), None)
-    labels = target.contiguous().unsqueeze(dim)
-    classes = torch.arange(x.shape[dim], device=x.device).reshape([-1, *[1] * (x.dim() - dim - 1)])
-    return Terms(shifted, log_sum, log_sum + top, labels == classes, labels >= 0)
+class _Gathered(Terms):
+    """Terms beside labels as values: no class is compared with a label, and what is needed no more is written over."""
+
+    def probabilities(self) -> Tensor:
+        return (self.shifted - self.log_sum).exp_()
+
+    def times(self, x: Tensor, factor: Any) -> Tensor:
+        return x.mul_(factor)
+
+    def _with_target(self, v: Tensor) -> Tensor:
+        return v.gather(self.dim, self.target.clamp(min=0))
+
+    def less_target(self, total: Tensor, factor: Any) -> Tensor:
+        total = total.sub_(self.smoothing / self.count * factor) if self.smoothing else total
+        return total.scatter_add_(self.dim, self.target.clamp(min=0), (self.smoothing - 1.0) * factor)
 
 
-def dot(terms: Terms, v: Tensor, dim: int, smoothing: float) -> Tensor:
-    """Sum of t * v; a class of probability 0 adds nothing by its label, whatever v is there."""
-    if terms.has_labels:
-        total = (1.0 - smoothing) * torch.where(terms.target, v, 0.0).sum(dim, keepdim=True)
-    else:
-        total = (1.0 - smoothing) * (terms.target * v).sum(dim, keepdim=True)
-    return total + smoothing / v.shape[dim] * v.sum(dim, keepdim=True) if smoothing else total
+def terms_of(call: Any) -> Terms:
+    """All functions of x."""
+    return Terms(call.x, call.target, call.dim, call.smoothing)
 
 
-def of_target(factor: Any, terms: Terms, dim: int, smoothing: float) -> Any:
-    """The product of `factor` and the sum of t; of rows with labels, which are kept, that is 1."""
-    if terms.has_labels:
-        # A product by the number 1 is a tensor that no compiler has seen, below three levels of forward mode.
-        return factor
-    return factor * ((1.0 - smoothing) * terms.target.sum(dim, keepdim=True) + smoothing)
+def terms_on_cpu(call: Any) -> Terms | None:
+    """Values, by lse where it is at hand."""
+    kind = Terms if call.target.is_floating_point() else _Gathered
+    return kind(call.x, call.target, call.dim, call.smoothing, getattr(call, "lse", None)) if call.x.numel() else None
 
 
-def scaled_target(factor: Tensor | float, terms: Terms, dim: int, smoothing: float) -> Tensor:
-    """The product of `factor` and t."""
-    share = smoothing / terms.shifted.shape[dim]
-    if terms.has_labels:
-        return torch.where(terms.target, (1.0 - smoothing + share) * factor, share * factor)
-    return factor * ((1.0 - smoothing) * terms.target + share)
-
-
-def per_row(bar: Tensor | None, terms: Terms, dim: int, *, of_loss: bool) -> Tensor | float:
-    """A cotangent of loss or of lse, or a tangent of one, beside the classes; that of a loss that is ignored is 0."""
-    if bar is None:
-        return 0.0
-    bar = bar.contiguous().to(terms.lse.dtype).unsqueeze(dim)
-    return torch.where(terms.kept, bar, 0.0) if of_loss and terms.kept is not None else bar
-
-
-@cross_entropy_p.def_reference
-def _cross_entropy_reference(x: Tensor, target: Tensor, dim: int, smoothing: float) -> tuple[Tensor, Tensor]:
-    terms = terms_of(x, target, dim)
-    loss = of_target(terms.log_sum, terms, dim, smoothing) - dot(terms, terms.shifted, dim, smoothing)
+def _value(terms: Terms, call: Any) -> tuple[Tensor, Tensor]:
+    loss = terms.of_target(terms.log_sum) - terms.dot(terms.shifted)
     if terms.kept is not None:
         loss = torch.where(terms.kept, loss, 0.0)
-    return loss.squeeze(dim), terms.lse.squeeze(dim)
+    return loss.squeeze(call.dim), terms.lse.squeeze(call.dim)
 
 
-@cross_entropy_bwd_p.def_reference
-def _cross_entropy_bwd_reference(
-    loss_bar: Tensor | None,
-    lse_bar: Tensor | None,
-    x: Tensor,
-    target: Tensor,
-    lse: Tensor,
-    dim: int,
-    smoothing: float,
-    wanted: list[bool],
-) -> tuple[Tensor, Tensor]:
-    # lse is a value of x: taken from x again, so that a derivative of this function reaches it.
-    terms = terms_of(x, target, dim)
-    u, v = (per_row(bar, terms, dim, of_loss=i == 0) for i, bar in enumerate((loss_bar, lse_bar)))
-    log_p = terms.shifted - terms.log_sum
-    x_bar, target_bar = empty_output(x), empty_output(x)
-    if wanted[0]:
-        x_bar = (of_target(u, terms, dim, smoothing) + v) * log_p.exp()
-        x_bar = (x_bar if loss_bar is None else x_bar - scaled_target(u, terms, dim, smoothing)).to(x.dtype)
-    if wanted[1] and not terms.has_labels:
-        target_bar = ((smoothing - 1.0) * u * log_p).to(target.dtype)
+def _cotangents(terms: Terms, call: Any) -> tuple[Tensor, Tensor]:
+    u, v = terms.per_row(call.loss_bar, of_loss=True), terms.per_row(call.lse_bar, of_loss=False)
+    x_bar, target_bar = empty_output(call.x), empty_output(call.x)
+    if call.wanted[0]:
+        x_bar = terms.times(terms.probabilities(), terms.of_target(u) + v)
+        x_bar = (x_bar if call.loss_bar is None else terms.less_target(x_bar, u)).to(call.x.dtype)
+    if call.wanted[1] and not terms.has_labels:
+        target_bar = ((call.smoothing - 1.0) * u * terms.log_p).to(call.target.dtype)
     return x_bar, target_bar
 
 
-@cross_entropy_jvp_p.def_reference
-def _cross_entropy_jvp_reference(
-    x: Tensor,
-    target: Tensor,
-    lse: Tensor,
-    x_dot: Tensor | None,
-    target_dot: Tensor | None,
-    dim: int,
-    smoothing: float,
-) -> tuple[Tensor, Tensor]:
-    terms = terms_of(x, target, dim)
-    log_p = terms.shifted - terms.log_sum
+def _tangents(terms: Terms, call: Any) -> tuple[Tensor, Tensor]:
     loss_dot = lse_dot = torch.zeros_like(terms.lse)
-    if x_dot is not None:
-        x_dot = x_dot.contiguous().to(terms.lse.dtype)
-        lse_dot = (log_p.exp() * x_dot).sum(dim, keepdim=True)
-        loss_dot = of_target(lse_dot, terms, dim, smoothing) - dot(terms, x_dot, dim, smoothing)
+    if call.x_dot is not None:
+        x_dot = call.x_dot.contiguous().to(terms.lse.dtype)
+        lse_dot = terms.times(terms.probabilities(), x_dot).sum(call.dim, keepdim=True)
+        loss_dot = terms.of_target(lse_dot) - terms.dot(x_dot)
         if terms.kept is not None:
             loss_dot = torch.where(terms.kept, loss_dot, 0.0)
-    if target_dot is not None:
-        target_dot = target_dot.contiguous().to(terms.lse.dtype)
-        loss_dot = loss_dot + (smoothing - 1.0) * (target_dot * log_p).sum(dim, keepdim=True)
-    return loss_dot.squeeze(dim).contiguous(), lse_dot.squeeze(dim).clone()
+    if call.target_dot is not None:
+        target_dot = call.target_dot.contiguous().to(terms.lse.dtype)
+        loss_dot = loss_dot + (call.smoothing - 1.0) * (target_dot * terms.log_p).sum(call.dim, keepdim=True)
+    return loss_dot.squeeze(call.dim).contiguous(), lse_dot.squeeze(call.dim).clone()
 
 
-# Kernels: Triton's and those for the CPU.
+define(cross_entropy_p, _value, terms_of, terms_on_cpu)
+define(cross_entropy_bwd_p, _cotangents, terms_of, terms_on_cpu)
+define(cross_entropy_jvp_p, _tangents, terms_of, terms_on_cpu)
 
-bind_kernels(
-    cross_entropy_p, "losses.cross_entropy", "cross_entropy_fwd", cpu.in_blocks(_cross_entropy_reference, cpu.value)
-)
-bind_kernels(
-    cross_entropy_bwd_p,
-    "losses.cross_entropy",
-    "cross_entropy_bwd",
-    cpu.in_blocks(_cross_entropy_bwd_reference, cpu.vjp),
-)
-bind_kernels(
-    cross_entropy_jvp_p,
-    "losses.cross_entropy",
-    "cross_entropy_jvp",
-    cpu.in_blocks(_cross_entropy_jvp_reference, cpu.jvp),
-)
+
+# Kernels.
+
+bind_kernels(cross_entropy_p, "losses.cross_entropy", "cross_entropy_fwd")
+bind_kernels(cross_entropy_bwd_p, "losses.cross_entropy", "cross_entropy_bwd")
+bind_kernels(cross_entropy_jvp_p, "losses.cross_entropy", "cross_entropy_jvp")
 bind_kernels(cross_entropy_fwd_jvp_p, "losses.cross_entropy", "cross_entropy_fwd_jvp")
 
 

@@ -20,19 +20,17 @@ Third and higher orders, and the jvp of a jvp, differentiate the references.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from primitives._core import Primitive
-from primitives.ops.losses import cpu_cross_entropy as cpu
 from primitives.ops.losses.cross_entropy import (
+    Terms,
     cross_entropy_bwd_p,
     cross_entropy_jvp_p,
-    of_target,
-    per_row,
-    scaled_target,
     terms_of,
+    terms_on_cpu,
 )
-from primitives.ops.rules import batch_all, bind_kernels, empty_output, second_order
+from primitives.ops.rules import batch_all, bind_kernels, define, empty_output, second_order
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,52 +45,34 @@ cross_entropy_bwd_jvp_p = Primitive(
 )
 
 
-@cross_entropy_bwd_jvp_p.def_reference
-def _cross_entropy_bwd_jvp_reference(
-    loss_bar: Tensor | None,
-    lse_bar: Tensor | None,
-    x: Tensor,
-    target: Tensor,
-    lse: Tensor,
-    loss_bar_dot: Tensor | None,
-    lse_bar_dot: Tensor | None,
-    x_dot: Tensor | None,
-    target_dot: Tensor | None,
-    dim: int,
-    smoothing: float,
-    wanted: list[bool],
-) -> tuple[Tensor, Tensor]:
-    terms = terms_of(x, target, dim)
-    u, v, u_dot, v_dot = (
-        per_row(bar, terms, dim, of_loss=i % 2 == 0)
-        for i, bar in enumerate((loss_bar, lse_bar, loss_bar_dot, lse_bar_dot))
-    )
-    log_p = terms.shifted - terms.log_sum
-    p, keep = log_p.exp(), 1.0 - smoothing
-    change = p * (of_target(u_dot, terms, dim, smoothing) + v_dot)
-    target_change = -keep * u_dot * log_p
-    if loss_bar_dot is not None:
-        change = change - scaled_target(u_dot, terms, dim, smoothing)
-    if x_dot is not None:
-        centered = x_dot.contiguous().to(p.dtype)
-        centered = centered - (p * centered).sum(dim, keepdim=True)
-        change = change + (of_target(u, terms, dim, smoothing) + v) * p * centered
-        target_change = target_change - keep * u * centered
-    if target_dot is not None:
-        t_dot = keep * target_dot.contiguous().to(p.dtype)
-        change = change + u * (p * t_dot.sum(dim, keepdim=True) - t_dot)
+def _tangents_of_cotangents(terms: Terms, call: Any) -> tuple[Tensor, Tensor]:
+    given = (call.loss_bar, call.lse_bar, call.loss_bar_dot, call.lse_bar_dot)
+    u, v, u_dot, v_dot = (terms.per_row(bar, of_loss=i % 2 == 0) for i, bar in enumerate(given))
+    p, keep, change, target_change = terms.probabilities(), 1.0 - call.smoothing, None, empty_output(call.x)
+    wants_target = call.wanted[1] and not terms.has_labels
+    if wants_target:
+        target_change = -keep * u_dot * terms.log_p
+    a_dot = terms.of_target(u_dot) + v_dot
+    if call.x_dot is not None:
+        x_dot = call.x_dot.contiguous().to(p.dtype)
+        centered = x_dot - (p * x_dot).sum(call.dim, keepdim=True)
+        if wants_target:
+            target_change = target_change - keep * u * centered
+        change = terms.times(centered, terms.of_target(u) + v)
+    change = terms.times(p, a_dot if change is None else change + a_dot)
+    if call.loss_bar_dot is not None:
+        change = terms.less_target(change, u_dot)
+    if call.target_dot is not None:
+        t_dot = keep * call.target_dot.contiguous().to(p.dtype)
+        change = change + u * (p * t_dot.sum(call.dim, keepdim=True) - t_dot)
     return (
-        change.to(x.dtype) if wanted[0] else empty_output(x),
-        target_change.to(target.dtype) if wanted[1] and not terms.has_labels else empty_output(x),
+        change.to(call.x.dtype) if call.wanted[0] else empty_output(call.x),
+        target_change.to(call.target.dtype) if wants_target else empty_output(call.x),
     )
 
 
-bind_kernels(
-    cross_entropy_bwd_jvp_p,
-    "losses.cross_entropy",
-    "cross_entropy_bwd_jvp",
-    cpu.in_blocks(_cross_entropy_bwd_jvp_reference, cpu.vjp_jvp),
-)
+define(cross_entropy_bwd_jvp_p, _tangents_of_cotangents, terms_of, terms_on_cpu)
+bind_kernels(cross_entropy_bwd_jvp_p, "losses.cross_entropy", "cross_entropy_bwd_jvp")
 
 
 second_order(cross_entropy_bwd_p, cross_entropy_jvp_p, cross_entropy_bwd_jvp_p)

@@ -16,17 +16,19 @@ Shapes: x is [*batch, N, C, *spatial] with `batch_ndim` batch axes, which vmap a
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from primitives._core import Primitive
-from primitives.ops.norms import cpu_batch_norm_eval as cpu
-from primitives.ops.norms.channels import channels
-from primitives.ops.rules import accumulation_dtype, batch_all, bind_kernels, empty_output, first_order
+from primitives.ops.norms.aten import RunningByAten, in_dtype_of_sums, is_well_conditioned
+from primitives.ops.norms.channels import channels, contiguous_like
+from primitives.ops.norms.formulas import Norm, Running
+from primitives.ops.rules import accumulation_dtype, batch_all, bind_kernels, define, empty_output, first_order
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from primitives.ops.norms.formulas import Norm
 
 batch_norm_eval_p = Primitive(
     "batch_norm_eval",
@@ -53,10 +55,11 @@ batch_norm_eval_jvp_p = Primitive(
 # Reference.
 
 
-def _running(x: Tensor, running_mean: Tensor, running_var: Tensor, batch_ndim: int, eps: float) -> Norm:
+def _running(call: Any, of: type[Norm] = Running) -> Norm:
     """The norm by the running statistics."""
-    acc = accumulation_dtype(x.dtype)
-    return channels(x, batch_ndim, statistics=(running_mean.to(acc), (running_var.to(acc) + eps).rsqrt()))
+    acc = accumulation_dtype(call.x.dtype)
+    statistics = call.running_mean.to(acc), (call.running_var.to(acc) + call.eps).rsqrt()
+    return channels(call.x, call.batch_ndim, statistics=statistics, of=of)
 
 
 def _slopes(norm: Norm, weight: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -66,43 +69,49 @@ def _slopes(norm: Norm, weight: Tensor | None) -> tuple[Tensor, Tensor]:
     return -scale, -0.5 * rstd * scale
 
 
-@batch_norm_eval_p.def_reference
-def _batch_norm_eval_reference(x: Tensor, weight: Tensor | None, bias: Tensor | None, *args: Any) -> Tensor:
-    return _running(x, *args).value(weight, bias)
-
-
-@batch_norm_eval_bwd_p.def_reference
-def _batch_norm_eval_bwd_reference(y_bar: Tensor, x: Tensor, weight: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
-    running_mean, running_var, *options, wanted = args
-    norm = _running(x, running_mean, running_var, *options)
-    bars, (by_mean, by_var) = norm.bwd(y_bar, weight, wanted[:3]), _slopes(norm, weight)
-    y_bar, mean_bar, var_bar = norm.wide(y_bar), empty_output(x), empty_output(x)
-    if wanted[3]:
-        mean_bar = (by_mean * norm.sums(y_bar, norm.dtype)).to(running_mean.dtype)
-    if wanted[4]:
-        var_bar = (by_var * norm.sums(y_bar * norm.x_hat, norm.dtype)).to(running_var.dtype)
+def _cotangents(norm: Norm, call: Any) -> tuple[Tensor, ...]:
+    *bars, (by_mean, by_var) = *norm.bwd(call.y_bar, call.weight, call.wanted[:3]), _slopes(norm, call.weight)
+    y_bar, mean_bar, var_bar = norm.wide(call.y_bar), empty_output(call.x), empty_output(call.x)
+    if call.wanted[3]:
+        mean_bar = (by_mean * norm.sums(y_bar, norm.dtype)).to(call.running_mean.dtype)
+    if call.wanted[4]:
+        var_bar = (by_var * norm.sums(y_bar * norm.x_hat, norm.dtype)).to(call.running_var.dtype)
     return *bars, mean_bar, var_bar
 
 
-@batch_norm_eval_jvp_p.def_reference
-def _batch_norm_eval_jvp_reference(
-    x: Tensor, weight: Tensor | None, running_mean: Tensor, running_var: Tensor, *args: Any
-) -> Tensor:
-    x_dot, weight_dot, bias_dot, mean_dot, var_dot, *options = args
-    norm = _running(x, running_mean, running_var, *options)
-    terms, (by_mean, by_var) = norm.jvp(weight, x_dot, weight_dot, bias_dot), _slopes(norm, weight)
-    if mean_dot is not None:
-        terms.append(norm.param(by_mean * mean_dot))
-    if var_dot is not None:
-        terms.append(norm.x_hat * norm.param(by_var * var_dot))
-    return norm.result(*terms)
+def _tangent(norm: Norm, call: Any) -> Tensor:
+    (by_mean, by_var), slope, shift = _slopes(norm, call.weight), call.weight_dot, call.bias_dot
+    if call.running_mean_dot is not None:
+        along_mean = by_mean * call.running_mean_dot
+        shift = along_mean if shift is None else shift + along_mean
+    if call.running_var_dot is not None:
+        along_var = by_var * call.running_var_dot
+        slope = along_var if slope is None else slope + along_var
+    return norm.result(*norm.jvp(call.weight, call.x_dot, slope, shift))
 
 
-# Kernels: Triton's and those for the CPU.
+define(batch_norm_eval_p, lambda norm, call: norm.value(call.weight, call.bias), _running)
+define(batch_norm_eval_bwd_p, _cotangents, _running, functools.partial(_running, of=RunningByAten))
+define(batch_norm_eval_jvp_p, _tangent, _running)
 
-bind_kernels(batch_norm_eval_p, "batch_norm.batch_norm", "batch_norm_eval_fwd", cpu.forward)
-bind_kernels(batch_norm_eval_bwd_p, "batch_norm.batch_norm", "batch_norm_eval_bwd", cpu.bwd)
-bind_kernels(batch_norm_eval_jvp_p, "batch_norm.batch_norm", "batch_norm_eval_jvp", cpu.jvp)
+
+@batch_norm_eval_p.def_kernel("cpu")
+def _batch_norm_eval_by_aten(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, var: Tensor, batch_ndim: int, eps: float
+) -> Tensor | None:
+    if batch_ndim or x.numel() == 0:
+        return None
+    weight, bias, mean, var = in_dtype_of_sums(x, weight, bias, mean, var)
+    if not is_well_conditioned(mean, (var + eps).rsqrt_()):
+        return None
+    return torch.native_batch_norm(contiguous_like(x, x, 0), weight, bias, mean, var, False, 0.0, eps)[0]
+
+
+# Triton's kernels.
+
+bind_kernels(batch_norm_eval_p, "batch_norm.batch_norm", "batch_norm_eval_fwd")
+bind_kernels(batch_norm_eval_bwd_p, "batch_norm.batch_norm", "batch_norm_eval_bwd")
+bind_kernels(batch_norm_eval_jvp_p, "batch_norm.batch_norm", "batch_norm_eval_jvp")
 
 
 # Derivatives.

@@ -18,13 +18,13 @@ Shapes are those of the norm; the residual has that of x, and may have another d
 
 from __future__ import annotations
 
+import functools
 from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from primitives._core import Primitive, value_and_jvp
-from primitives.ops.norms import cpu_batch_norm, cpu_batch_norm_eval
 from primitives.ops.norms.batch_norm import (
     batch_norm_bwd_jvp_p,
     batch_norm_bwd_p,
@@ -39,7 +39,6 @@ from primitives.ops.rules import accumulation_dtype, batch_all, bind_kernels, em
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from types import ModuleType
 
     from torch import Tensor
 
@@ -49,8 +48,8 @@ def through(y: Tensor, v: Tensor) -> Tensor:
     return torch.ops.aten.threshold_backward(v, y, 0)
 
 
-# References, made of the norm's, and kernels for the CPU, made of its kernels there, which return None for a call that
-# they do not serve. The arguments of training and of evaluation stand in the same order up to `batch_ndim`.
+# References, made of the norm's, and kernels for the CPU, made of what the norm runs there. The arguments of training
+# and of evaluation stand in the same order up to `batch_ndim`.
 
 
 def _wide(values: Sequence[Tensor | None], added: Tensor | None) -> list[Any]:
@@ -58,18 +57,15 @@ def _wide(values: Sequence[Tensor | None], added: Tensor | None) -> list[Any]:
     return [v if v is None or added is None else v.to(accumulation_dtype(v.dtype)) for v in values]
 
 
-def _forward_by(norm: Callable[..., Any], num_params: int, *, in_place: bool = False) -> Callable[..., Any]:
+def _forward_by(norm: Callable[..., Any], num_params: int) -> Callable[..., Any]:
     """The forward on a norm whose first `num_params` arguments behind x are per channel, and no state."""
 
     def forward(x: Tensor, residual: Tensor | None, *args: Any) -> Any:
         out = norm(*_wide((x, *args[:num_params]), residual), *args[num_params:])
-        if out is None:
-            return None
         y, *others = out if isinstance(out, tuple) else (out,)
-        if residual is not None:
-            y = y.add_(residual) if in_place else y + residual
+        y = y if residual is None else y + residual
         _, _, *running, batch_ndim = args[:5]
-        y = contiguous_like((y.relu_() if in_place else y.relu()).to(x.dtype), x, batch_ndim)
+        y = contiguous_like(y.relu().to(x.dtype), x, batch_ndim)
         # Of running statistics that there are not, a stand-in has the dtype of x.
         others[2:] = [empty_output(x) if old is None else new for old, new in zip(running, others[2:], strict=False)]
         return (y, *others) if others else y
@@ -85,7 +81,7 @@ def _bwd_by(norm: Callable[..., Any]) -> Callable[..., Any]:
         passed, batch_ndim = through(y, y_bar), given[3]
         out = norm(passed, x, *given, (want_x, *want_params))
         residual_bar = contiguous_like(passed.to(x.dtype), x, batch_ndim) if want_residual else empty_output(x)
-        return None if out is None else (out[0], residual_bar, *out[1:])
+        return (out[0], residual_bar, *out[1:])
 
     return bwd
 
@@ -98,8 +94,6 @@ def _jvp_by(norm: Callable[..., Any]) -> Callable[..., Any]:
         y_dot = residual_dot
         if any(dot is not None for dot in (x_dot, *param_dots)):
             y_dot = norm(*_wide((x, weight, mean, scale, x_dot, *param_dots), residual_dot), batch_ndim, eps)
-            if y_dot is None:
-                return None
             y_dot = y_dot if residual_dot is None else y_dot + residual_dot
         return contiguous_like(through(y, y_dot).to(x.dtype), x, batch_ndim)
 
@@ -107,7 +101,7 @@ def _jvp_by(norm: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_relu(
-    norm: Primitive, bwd: Primitive, jvp: Primitive, kept: Sequence[str], cpu: ModuleType, launcher: str
+    norm: Primitive, bwd: Primitive, jvp: Primitive, kept: Sequence[str], launcher: str
 ) -> tuple[Primitive, Primitive, Primitive, Primitive | None]:
     """The operators of a norm with a residual and ReLU behind it; the last, of training alone, is value and tangent.
 
@@ -116,7 +110,6 @@ def _with_relu(
         bwd: Its backward.
         jvp: Its jvp.
         kept: What these take beside cotangents and tangents.
-        cpu: Their kernels for the CPU.
         launcher: What the names of their launchers in `primitives.kernels.batch_norm.batch_norm` begin with.
     """
     name, is_training = norm.name.replace("batch_norm", "batch_norm_relu"), bool(norm.spec.state)
@@ -145,13 +138,17 @@ def _with_relu(
     )
     both = value_and_jvp(value, value_jvp) if is_training else None
     num_params = 2 if is_training else 4
-    value.def_reference(_forward_by(norm.rule("reference"), num_params))
-    value_bwd.def_reference(_bwd_by(bwd.rule("reference")))
-    value_jvp.def_reference(_jvp_by(jvp.rule("reference")))
-    on_cpu = _forward_by(cpu.forward, num_params, in_place=True)
-    bind_kernels(value, "batch_norm.batch_norm", f"{launcher}_fwd", on_cpu, relu=True)
-    bind_kernels(value_bwd, "batch_norm.batch_norm", f"{launcher}_bwd", _bwd_by(cpu.bwd))
-    bind_kernels(value_jvp, "batch_norm.batch_norm", f"{launcher}_jvp", _jvp_by(cpu.jvp))
+    for op, of, by in (
+        (value, norm, functools.partial(_forward_by, num_params=num_params)),
+        (value_bwd, bwd, _bwd_by),
+        (value_jvp, jvp, _jvp_by),
+    ):
+        op.def_reference(by(of.rule("reference")))
+        if "cpu" in of.rules.kernels:
+            op.def_kernel("cpu")(by(of.rules.cpu))
+    bind_kernels(value, "batch_norm.batch_norm", f"{launcher}_fwd", relu=True)
+    bind_kernels(value_bwd, "batch_norm.batch_norm", f"{launcher}_bwd")
+    bind_kernels(value_jvp, "batch_norm.batch_norm", f"{launcher}_jvp")
     first_order(value, value_bwd, value_jvp)
     # The batch multiplies the channels.
     batch_all(value_bwd, value_jvp, counter="batch_ndim")
@@ -168,7 +165,6 @@ batch_norm_relu_p, batch_norm_relu_bwd_p, batch_norm_relu_jvp_p, batch_norm_relu
     batch_norm_bwd_p,
     batch_norm_jvp_p,
     ("x", "weight", "mean", "rstd"),
-    cpu_batch_norm,
     "batch_norm_train",
 )
 batch_norm_relu_eval_p, *_ = _with_relu(
@@ -176,7 +172,6 @@ batch_norm_relu_eval_p, *_ = _with_relu(
     batch_norm_eval_bwd_p,
     batch_norm_eval_jvp_p,
     ("x", "weight", "running_mean", "running_var"),
-    cpu_batch_norm_eval,
     "batch_norm_eval",
 )
 

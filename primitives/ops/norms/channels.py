@@ -43,14 +43,21 @@ def contiguous_like(x: Tensor, like: Tensor, batch_ndim: int) -> Tensor:
     return x.contiguous(memory_format=layout)
 
 
-def channels(x: Tensor, batch_ndim: int, eps: float = 0.0, statistics: tuple[Tensor, Tensor] | None = None) -> Norm:
-    """The norm of each channel, by its own statistics or by given ones, mean and rstd `[*batch, C]`."""
+def channels(
+    x: Tensor,
+    batch_ndim: int,
+    eps: float = 0.0,
+    statistics: tuple[Tensor, Tensor] | None = None,
+    of: type[Norm] = Norm,
+) -> Norm:
+    """The norm of each channel: by its own statistics, or `of` given ones, mean and rstd `[*batch, C]`."""
     norm_axes = [batch_ndim, *range(batch_ndim + 2, x.dim())]
-    if statistics is not None:
-        mean, rstd = (per_channel(v, x, batch_ndim) for v in statistics)
-        statistics = mean, rstd
+    axes = norm_axes, [*range(batch_ndim), batch_ndim + 1]
     layout = functools.partial(contiguous_like, like=x, batch_ndim=batch_ndim)
-    return Norm(x, norm_axes, [*range(batch_ndim), batch_ndim + 1], layout, eps, statistics=statistics)
+    if statistics is None:
+        return Norm(x, *axes, layout, eps)
+    mean, rstd = (per_channel(v, x, batch_ndim) for v in statistics)
+    return of(x, *axes, layout, statistics=(mean, rstd))
 
 
 def per_channel(param: Tensor, x: Tensor, batch_ndim: int) -> Tensor:

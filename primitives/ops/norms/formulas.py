@@ -27,34 +27,36 @@ Both first-order operators are partial derivatives of one scalar, the pairing of
 
 so the vjp of either one is the gradient of L, and one operator, the pairing, serves double backward (vjp of the vjp)
 and the reverse-mode derivative of a jvp. With g = y_bar * weight, A = mean(x_dot * x_hat), B = mean(g * x_hat),
-S = mean(x_dot * P(g)), and a prime for the derivative of L with respect to what is primed,
+S = mean(g * P(x_dot)), and a prime for the derivative of L with respect to what is primed,
 
     y_bar'  = P(x_dot) * weight + x_hat * weight_dot + bias_dot
-    x'      = P(y_bar * weight_dot - rstd * (B * x_dot + A * g)) - rstd * S * x_hat
+    x'      = P(r - rstd * (B * x_dot + A * g)) - rstd * S * x_hat,        r = y_bar * weight_dot
     weight' = sum(y_bar * P(x_dot))
     x_dot'  = P(g),    weight_dot' = sum(y_bar * x_hat),    bias_dot' = sum(y_bar)
 
-Forward over reverse: with g_dot = y_bar_dot * weight + y_bar * weight_dot,
+Forward over reverse is the same x' of r = y_bar_dot * weight + y_bar * weight_dot:
 
-    x_bar_dot      = P(g_dot) - rstd * (A * P(g) + x_hat * mean(g * h) + h * B)
-    weight_bar_dot = sum(y_bar_dot * x_hat + y_bar * h),        bias_bar_dot = sum(y_bar_dot)
+    x_bar_dot      = x'
+    weight_bar_dot = sum(y_bar_dot * x_hat) + weight',        bias_bar_dot = sum(y_bar_dot)
 
 Third and higher orders, and the jvp of a jvp, differentiate these formulas.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from primitives.ops.rules import accumulation_dtype, empty_output
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    import torch
     from torch import Tensor
 
-__all__ = ["Norm"]
+__all__ = ["Norm", "Running"]
 
 
 class Norm:
@@ -67,10 +69,10 @@ class Norm:
         layout: Lays out what has the shape of x: `(v) -> v` in the order of memory of the result.
         eps: Added to the variance.
         centered: Whether the mean is subtracted.
-        statistics: Mean and rstd that are no functions of x, shaped to broadcast against it.
+        statistics: Values of mean and rstd, shaped to broadcast against x, which no derivative goes through.
 
     Attributes:
-        x_hat: x, normalized, in the dtype of sums.
+        rest: x in the dtype of sums, less the mean if that is its own.
         mean: The mean, with axes of size 1 for the normalized ones.
         variance: The biased variance, likewise.
         rstd: Likewise.
@@ -87,25 +89,30 @@ class Norm:
         centered: bool = True,
         statistics: tuple[Tensor, Tensor] | None = None,
     ) -> None:
-        self.x, self.layout, self.centered, self.is_given = x, layout, centered, statistics is not None
+        self.x, self.layout, self.centered = x, layout, centered
         self.dtype = accumulation_dtype(x.dtype)
-        self.norm_axes, self.param_axes = list(norm_axes), [axis % x.dim() for axis in param_axes]
+        self.norm_axes, self.param_axes = ([axis % x.dim() for axis in axes] for axes in (norm_axes, param_axes))
         self.sum_axes = [axis for axis in range(x.dim()) if axis not in self.param_axes]
         rest = self.wide(x)
+        self.rest = rest
         if statistics is not None:
             self.mean, self.rstd = statistics
-            self.x_hat = (rest - self.mean) * self.rstd
+            self._less = self.mean if centered else None
             return
-        self.mean = empty_output(rest)
+        self.mean, self._less = empty_output(rest), None
         if centered:
             self.mean = self.mean_of(rest)
             rest = rest - self.mean
             # Less the rounding error of the mean, rows of one value become 0. Its derivative in x is 0.
             error = self.mean_of(rest.detach())
-            self.mean, rest = self.mean + error, rest - error
-        self.variance = self.mean_of(rest.square())
+            self.mean, self.rest = self.mean + error, rest - error
+        self.variance = self.mean_of(self.rest.square())
         self.rstd = (self.variance + eps).rsqrt()
-        self.x_hat = rest * self.rstd
+
+    @functools.cached_property
+    def x_hat(self) -> Tensor:
+        """`x`, normalized, in the dtype of sums."""
+        return (self.rest if self._less is None else self.rest - self._less) * self.rstd
 
     def wide(self, v: Any) -> Any:
         """`v`, of the shape of x, in the layout of the result and the dtype of sums; or None."""
@@ -130,10 +137,8 @@ class Norm:
 
     def project(self, v: Tensor) -> Tensor:
         """`P(v)`, the derivative of x_hat with respect to x along v."""
-        if self.is_given:
-            return self.rstd * v
-        along = self.x_hat * self.mean_of(v * self.x_hat)
-        return self.rstd * ((v - self.mean_of(v) if self.centered else v) - along)
+        slope = self.mean_of(v * self.x_hat)
+        return self.rstd * torch.addcmul(v - self.mean_of(v) if self.centered else v, self.x_hat, -slope)
 
     def sums(self, v: Tensor | None, dtype: torch.dtype, *, wanted: bool = True) -> Tensor:
         """Sum of v over all axes that a parameter lacks: a cotangent of one; None for 0."""
@@ -158,11 +163,13 @@ class Norm:
         x_hat = self.x_hat.to(self.x.dtype).to(self.dtype) if rounded else self.x_hat
         return self.result(self.scaled(x_hat, weight), *[] if bias is None else [self.param(bias)])
 
-    def bwd(self, y_bar: Tensor, weight: Tensor | None, wanted: Sequence[bool]) -> tuple[Tensor, Tensor, Tensor]:
-        """Cotangents of x, weight and bias."""
+    def bwd(
+        self, y_bar: Tensor, weight: Tensor | None, wanted: Sequence[bool], dtype: torch.dtype | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Cotangents of x, weight and bias, these in `dtype`; without one in that of the weight."""
         y_bar = self.wide(y_bar)
         # A bias without a weight may be wider than x, so its sum is left wide; autograd casts to the dtype of the bias.
-        dtype = self.dtype if weight is None else weight.dtype
+        dtype = dtype or (self.dtype if weight is None else weight.dtype)
         return (
             self.result(self.project(self.scaled(y_bar, weight))) if wanted[0] else empty_output(self.x),
             self.sums(y_bar * self.x_hat, dtype) if wanted[1] else empty_output(self.x),
@@ -183,6 +190,31 @@ class Norm:
             terms.append(self.param(bias_dot.to(self.dtype, copy=True)))
         return terms
 
+    def along(
+        self,
+        y_bar: Tensor,
+        weight: Tensor | None,
+        y_bar_dot: Tensor | None,
+        x_dot: Tensor | None,
+        weight_dot: Tensor | None,
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Terms of x' and, before the sum, of weight', or of x_bar_dot and weight_bar_dot."""
+        inner, of_x, of_weight = [], [], []
+        if y_bar_dot is not None:
+            inner.append(self.scaled(y_bar_dot, weight))
+            of_weight.append(y_bar_dot * self.x_hat)
+        if weight_dot is not None:
+            inner.append(self.scaled(y_bar, weight_dot))
+        if x_dot is not None:
+            g, h = self.scaled(y_bar, weight), self.project(x_dot)
+            a, b, s = (-self.rstd * self.mean_of(v) for v in (x_dot * self.x_hat, g * self.x_hat, g * h))
+            inner.append(torch.addcmul(b * x_dot, a, g))
+            of_x.append(s * self.x_hat)
+            of_weight.append(y_bar * h)
+        if inner:
+            of_x.append(self.project(sum(inner[1:], inner[0])))
+        return of_x, of_weight
+
     def pairing(
         self,
         y_bar: Tensor,
@@ -193,27 +225,11 @@ class Norm:
         wanted: Sequence[bool],
     ) -> tuple[Tensor, ...]:
         """Gradient of L in y_bar, x, weight, x_dot, weight_dot and bias_dot."""
-        y_bar, x_dot, x_hat, rstd = self.wide(y_bar), self.wide(x_dot), self.x_hat, self.rstd
-        dtype = self.x.dtype if weight is None else weight.dtype
-        g = self.scaled(y_bar, weight)
-        inner, outer, h, projected_g = [], [], None, None
-        if wanted[3] or x_dot is not None:
-            projected_g = self.project(g)
-        if x_dot is not None and projected_g is not None:
-            h = self.project(x_dot)
-            inner.append(-rstd * (self.mean_of(g * x_hat) * x_dot + self.mean_of(x_dot * x_hat) * g))
-            outer.append(-rstd * self.mean_of(x_dot * projected_g) * x_hat)
-        if weight_dot is not None:
-            inner.append(self.scaled(y_bar, weight_dot))
-        if inner:
-            outer.append(self.project(sum(inner[1:], inner[0])))
+        y_bar_bar = self.jvp(weight, x_dot, weight_dot, bias_dot) if wanted[0] else []
         return (
-            self.result(*self.jvp(weight, x_dot, weight_dot, bias_dot), wanted=wanted[0]),
-            self.result(*outer, wanted=wanted[1]),
-            self.sums(None if h is None else y_bar * h, dtype, wanted=wanted[2]),
-            empty_output(self.x) if projected_g is None else self.result(projected_g, wanted=wanted[3]),
-            self.sums(y_bar * x_hat, dtype, wanted=wanted[4]),
-            self.sums(y_bar, dtype, wanted=wanted[5]),
+            self.result(*y_bar_bar, wanted=wanted[0]),
+            *self.bwd_jvp(y_bar, weight, None, x_dot, weight_dot, (wanted[1], wanted[2], False))[:2],
+            *self.bwd(y_bar, weight, wanted[3:], self.x.dtype if weight is None else weight.dtype),
         )
 
     def bwd_jvp(
@@ -227,23 +243,19 @@ class Norm:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Tangents of the cotangents of x, weight and bias."""
         y_bar, y_bar_dot, x_dot = self.wide(y_bar), self.wide(y_bar_dot), self.wide(x_dot)
-        dtype = self.x.dtype if weight is None else weight.dtype
-        g, g_dot, x_terms, weight_terms = self.scaled(y_bar, weight), [], [], []
-        if y_bar_dot is not None:
-            g_dot.append(self.scaled(y_bar_dot, weight))
-            weight_terms.append(y_bar_dot * self.x_hat)
-        if weight_dot is not None:
-            g_dot.append(self.scaled(y_bar, weight_dot))
-        if g_dot:
-            x_terms.append(self.project(sum(g_dot[1:], g_dot[0])))
-        if x_dot is not None:
-            h = self.project(x_dot)
-            a, mean_gh, b = (self.mean_of(v) for v in (x_dot * self.x_hat, g * h, g * self.x_hat))
-            x_terms.append(-self.rstd * (a * self.project(g) + self.x_hat * mean_gh + h * b))
-            weight_terms.append(y_bar * h)
-        weight_sum = sum(weight_terms[1:], weight_terms[0]) if weight_terms else None
+        dtype, of_x, of_weight = self.x.dtype if weight is None else weight.dtype, [], []
+        if wanted[0] or wanted[1]:
+            of_x, of_weight = self.along(y_bar, weight, y_bar_dot, x_dot, weight_dot)
         return (
-            self.result(*x_terms, wanted=wanted[0]),
-            self.sums(weight_sum, dtype, wanted=wanted[1]),
+            self.result(*of_x, wanted=wanted[0]),
+            self.sums(sum(of_weight[1:], of_weight[0]) if of_weight else None, dtype, wanted=wanted[1]),
             self.sums(y_bar_dot, dtype, wanted=wanted[2]),
         )
+
+
+class Running(Norm):
+    """A norm by given statistics that are no functions of x."""
+
+    def project(self, v: Tensor) -> Tensor:
+        """`P(v)`."""
+        return self.rstd * v

@@ -26,7 +26,6 @@ import torch
 from torch.nn.functional import silu
 
 from primitives._core import Primitive, value_and_jvp
-from primitives.ops.norms import cpu_layer_norm as cpu
 from primitives.ops.norms.layer_norm import layer_norm_bwd_jvp_p, layer_norm_bwd_p, layer_norm_jvp_p, layer_norm_p
 from primitives.ops.rules import (
     accumulation_dtype,
@@ -87,66 +86,45 @@ def _wide(x: Tensor, *params: Tensor | None) -> list[Any]:
     return [None if p is None else p.to(dtype) for p in (x, *params)]
 
 
-def _value(norm: Any, silu: Any, x: Tensor, weight: Any, bias: Any, batch_ndim: int, eps: float, grouped: int) -> Any:
-    out = norm(*_wide(x, weight, bias), _NORM_NDIM, batch_ndim, eps, True, False, grouped)
-    if out is None:
-        return None
-    z, mean, rstd = out
+def _value(norm: Any, x: Tensor, weight: Any, bias: Any, batch_ndim: int, eps: float, grouped: int) -> Any:
+    z, mean, rstd = norm(*_wide(x, weight, bias), _NORM_NDIM, batch_ndim, eps, True, False, grouped)
     return silu(z).to(x.dtype), mean, rstd
 
 
-def _sloped(v: Tensor, z: Tensor) -> Tensor:
-    return v * _slopes(z)[0]
-
-
-def _cotangents(
-    norm: Any, sloped: Any, norm_bwd: Any, y_bar: Tensor, x: Tensor, weight: Any, bias: Any, *args: Any
-) -> Any:
+def _cotangents(norm: Any, norm_bwd: Any, y_bar: Tensor, x: Tensor, weight: Any, bias: Any, *args: Any) -> Any:
     mean, rstd, batch_ndim, eps, grouped, wanted = args
     wide, weight_wide, bias_wide = _wide(x, weight, bias)
-    out = norm(wide, weight_wide, bias_wide, _NORM_NDIM, batch_ndim, eps, True, False, grouped)
-    if out is None:
-        return None
-    z_bar = sloped(y_bar.to(wide.dtype), out[0])
+    z = norm(wide, weight_wide, bias_wide, _NORM_NDIM, batch_ndim, eps, True, False, grouped)[0]
+    z_bar = y_bar.to(wide.dtype) * _slopes(z)[0]
     bars = norm_bwd(z_bar, wide, weight_wide, mean, rstd, _NORM_NDIM, batch_ndim, eps, True, grouped, wanted)
-    if bars is None:
-        return None
     dtypes = (x.dtype, *[wide.dtype if weight is None else weight.dtype] * 2)
     return tuple(
         bar.to(dtype) if want else empty_output(x) for bar, dtype, want in zip(bars, dtypes, wanted, strict=True)
     )
 
 
-def _tangent(norm: Any, sloped: Any, norm_jvp: Any, x: Tensor, weight: Any, bias: Any, *args: Any) -> Tensor | None:
+def _tangent(norm: Any, norm_jvp: Any, x: Tensor, weight: Any, bias: Any, *args: Any) -> Tensor:
     mean, rstd, *dots, batch_ndim, eps, grouped = args
     wide, weight, bias, *dots = _wide(x, weight, bias, *dots)
-    out = norm(wide, weight, bias, _NORM_NDIM, batch_ndim, eps, True, False, grouped)
-    if out is None:
-        return None
+    z = norm(wide, weight, bias, _NORM_NDIM, batch_ndim, eps, True, False, grouped)[0]
     z_dot = norm_jvp(wide, weight, mean, rstd, *dots, _NORM_NDIM, batch_ndim, eps, True, grouped)
-    return None if z_dot is None else sloped(z_dot, out[0]).to(x.dtype)
+    return (z_dot * _slopes(z)[0]).to(x.dtype)
 
 
-_reference, _bwd_reference, _jvp_reference = (
-    op.rule("reference") for op in (layer_norm_p, layer_norm_bwd_p, layer_norm_jvp_p)
-)
-group_norm_silu_p.def_reference(functools.partial(_value, _reference, silu))
-group_norm_silu_bwd_p.def_reference(functools.partial(_cotangents, _reference, _sloped, _bwd_reference))
-group_norm_silu_jvp_p.def_reference(functools.partial(_tangent, _reference, _sloped, _jvp_reference))
+_NORM = (layer_norm_p,), (layer_norm_p, layer_norm_bwd_p), (layer_norm_p, layer_norm_jvp_p)
+for op, formula, of in zip(
+    (group_norm_silu_p, group_norm_silu_bwd_p, group_norm_silu_jvp_p),
+    (_value, _cotangents, _tangent),
+    _NORM,
+    strict=True,
+):
+    op.def_reference(functools.partial(formula, *[p.rule("reference") for p in of]))
+    op.def_kernel("cpu")(functools.partial(formula, *[p.rules.cpu for p in of]))
 
-
-def _sloped_in_place(v: Tensor, z: Tensor) -> Tensor:
-    """`_sloped` in one pass, which takes the memory of z."""
-    return torch.ops.aten.silu_backward.grad_input(v, z, grad_input=z)
-
-
-_VALUE_ON_CPU = functools.partial(_value, cpu.forward, functools.partial(silu, inplace=True))
-_COTANGENTS_ON_CPU = functools.partial(_cotangents, cpu.forward, _sloped_in_place, cpu.bwd)
-_TANGENT_ON_CPU = functools.partial(_tangent, cpu.forward, _sloped_in_place, cpu.jvp)
 _LAUNCHED = {"norm_ndim": _NORM_NDIM, "silu": True}
-bind_kernels(group_norm_silu_p, "norms.layer_norm", "layer_norm_fwd", _VALUE_ON_CPU, **_LAUNCHED)
-bind_kernels(group_norm_silu_bwd_p, "norms.layer_norm", "layer_norm_bwd", _COTANGENTS_ON_CPU, **_LAUNCHED)
-bind_kernels(group_norm_silu_jvp_p, "norms.layer_norm", "layer_norm_jvp", _TANGENT_ON_CPU, **_LAUNCHED)
+bind_kernels(group_norm_silu_p, "norms.layer_norm", "layer_norm_fwd", **_LAUNCHED)
+bind_kernels(group_norm_silu_bwd_p, "norms.layer_norm", "layer_norm_bwd", **_LAUNCHED)
+bind_kernels(group_norm_silu_jvp_p, "norms.layer_norm", "layer_norm_jvp", **_LAUNCHED)
 bind_kernels(group_norm_silu_fwd_jvp_p, "norms.layer_norm", "layer_norm_fwd_jvp", **_LAUNCHED)
 
 

@@ -24,11 +24,10 @@ from primitives._core.trees.leaves import map_tensors
 from primitives._repair.nodes import recorded
 from primitives._repair.plain import is_plain_on_cpu
 from primitives.ops import arguments
-from primitives.ops.norms import cpu_layer_norm as cpu
-from primitives.ops.norms import cpu_layer_norm_second_order as cpu_second_order
+from primitives.ops.norms.aten import RowsByAten, in_dtype_of_sums, is_well_conditioned
 from primitives.ops.norms.formulas import Norm
 from primitives.ops.norms.norm_map import norm_map
-from primitives.ops.rules import batch_rows, bind_kernels, cast_to_float32, weight_beside, with_layout
+from primitives.ops.rules import LOW_PRECISION, batch_rows, bind_kernels, cast_to_float32, weight_beside, with_layout
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -47,11 +46,23 @@ layer_norm_p = Primitive(
 )
 
 
-def rows(x: Tensor, norm_ndim: int, batch_ndim: int, eps: float, centered: bool, grouped: int) -> Norm:
-    """The norm over the last axes."""
+def rows(
+    x: Tensor,
+    norm_ndim: int,
+    batch_ndim: int,
+    eps: float,
+    centered: bool,
+    grouped: int,
+    statistics: tuple[Tensor, Tensor] | None = None,
+) -> Norm:
+    """The norm over the last axes; by given statistics, as values, for kernels."""
     norm_axes = range(-norm_ndim, 0)
     param_axes = [*range(batch_ndim), *(norm_axes if not grouped else (-3, -2))]
-    return Norm(x, norm_axes, param_axes, functools.partial(with_layout, grouped=grouped), eps, centered=centered)
+    layout = functools.partial(with_layout, grouped=grouped)
+    if statistics is None:
+        return Norm(x, norm_axes, param_axes, layout, eps, centered=centered)
+    mean, rstd = (v.view(*v.shape, *[1] * norm_ndim) for v in statistics)
+    return RowsByAten(x, norm_axes, param_axes, layout, centered=centered, statistics=(mean, rstd))
 
 
 @layer_norm_p.def_reference
@@ -63,15 +74,41 @@ def _layer_norm_reference(
     return norm.value(weight, bias, rounded=rounded), norm.statistic(norm.mean), norm.statistic(norm.rstd)
 
 
+@layer_norm_p.def_kernel("cpu")
+def _layer_norm_by_aten(x: Tensor, weight: Tensor | None, bias: Tensor | None, *options: Any) -> Any:
+    """y, mean and rstd of layer norm and group norm."""
+    norm_ndim, batch_ndim, eps, centered, rounded, grouped = options
+    has_params = weight is not None or bias is not None
+    if x.numel() == 0 or not centered or rounded or (batch_ndim and has_params):
+        return None
+    weight, bias = in_dtype_of_sums(x, weight, bias)
+    rest = x.shape[: x.dim() - norm_ndim]
+    shape = rest[-1:] + x.shape[-2:-1] if grouped else x.shape[len(rest) :]
+    if weight is None and x.dtype in LOW_PRECISION:
+        # Without parameters in float32, ATen rounds the statistics to the dtype of x.
+        weight = torch.ones(shape, dtype=torch.float32)
+    if grouped:
+        # Of three axes: of four ATen takes some for channels_last, whose variance is from a sum of squares.
+        groups, channels, positions = x.shape[-3:]
+        flat = x.contiguous().view(-1, groups * channels, positions)
+        weight, bias = (None if p is None else p.flatten() for p in (weight, bias))
+        sizes = flat.shape[0], flat.shape[1], flat.shape[2], groups
+        y, mean, rstd = torch.native_group_norm(flat, weight, bias, *sizes, eps)
+        y = with_layout(y.view_as(x), grouped)
+    else:
+        y, mean, rstd = torch.native_layer_norm(x.contiguous(), shape, weight, bias, eps)
+    return (y, mean.view(rest), rstd.view(rest)) if is_well_conditioned(mean, rstd) else None
+
+
 derivatives = norm_map(layer_norm_p, "int norm_ndim, int batch_ndim, float eps, bool centered, int grouped", rows)
 layer_norm_bwd_p, layer_norm_jvp_p, layer_norm_fwd_jvp_p, layer_norm_pairing_p, layer_norm_bwd_jvp_p = derivatives
 
-bind_kernels(layer_norm_p, "norms.layer_norm", "layer_norm_fwd", cpu.forward)
-bind_kernels(layer_norm_bwd_p, "norms.layer_norm", "layer_norm_bwd", cpu.bwd)
-bind_kernels(layer_norm_jvp_p, "norms.layer_norm", "layer_norm_jvp", cpu.jvp)
+bind_kernels(layer_norm_p, "norms.layer_norm", "layer_norm_fwd")
+bind_kernels(layer_norm_bwd_p, "norms.layer_norm", "layer_norm_bwd")
+bind_kernels(layer_norm_jvp_p, "norms.layer_norm", "layer_norm_jvp")
 bind_kernels(layer_norm_fwd_jvp_p, "norms.layer_norm", "layer_norm_fwd_jvp")
-bind_kernels(layer_norm_pairing_p, "norms.layer_norm_second_order", "layer_norm_pairing", cpu_second_order.pairing)
-bind_kernels(layer_norm_bwd_jvp_p, "norms.layer_norm_second_order", "layer_norm_bwd_jvp", cpu_second_order.bwd_jvp)
+bind_kernels(layer_norm_pairing_p, "norms.layer_norm_second_order", "layer_norm_pairing")
+bind_kernels(layer_norm_bwd_jvp_p, "norms.layer_norm_second_order", "layer_norm_bwd_jvp")
 
 # The batch becomes more rows, and where parameters have it too, one more batch axis.
 batch_rows(layer_norm_p, *derivatives)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from primitives._core import Primitive, value_and_jvp
-from primitives.ops.rules import first_order, second_order
+from primitives.ops.norms.aten import is_well_conditioned
+from primitives.ops.rules import define, first_order, second_order
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from torch import Tensor
 
     from primitives.ops.norms.formulas import Norm
 
@@ -77,27 +77,20 @@ def norm_map(value: Primitive, options: str, norm: Callable[..., Norm]) -> NormM
         ),
     )
 
-    @ops.bwd.def_reference
-    def cotangents(y_bar: Tensor, x: Tensor, weight: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
-        _, _, *given, wanted = args
-        return norm(x, *given).bwd(y_bar, weight, wanted)
+    get = attrgetter("x", *[option.split()[-1] for option in options.split(", ")])
 
-    @ops.jvp.def_reference
-    def tangent(x: Tensor, weight: Tensor | None, *args: Any) -> Tensor:
-        _, _, x_dot, weight_dot, bias_dot, *given = args
-        of_x = norm(x, *given)
-        return of_x.result(*of_x.jvp(weight, x_dot, weight_dot, bias_dot))
+    def on_cpu(call: Any) -> Norm | None:
+        if call.x.numel() == 0 or not is_well_conditioned(call.mean, call.rstd):
+            return None
+        return norm(*get(call), statistics=(call.mean, call.rstd))
 
-    @ops.pairing.def_reference
-    def gradient(y_bar: Tensor, x: Tensor, weight: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
-        _, _, x_dot, weight_dot, bias_dot, *given, wanted = args
-        return norm(x, *given).pairing(y_bar, weight, x_dot, weight_dot, bias_dot, wanted)
+    def defined(op: Primitive, formula: Callable[[Norm, Any], Any]) -> None:
+        define(op, formula, lambda call: norm(*get(call)), on_cpu)
 
-    @ops.bwd_jvp.def_reference
-    def tangents_of_cotangents(y_bar: Tensor, x: Tensor, weight: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
-        _, _, y_bar_dot, x_dot, weight_dot, *given, wanted = args
-        return norm(x, *given).bwd_jvp(y_bar, weight, y_bar_dot, x_dot, weight_dot, wanted)
-
+    defined(ops.bwd, lambda of, c: of.bwd(c.y_bar, c.weight, c.wanted))
+    defined(ops.jvp, lambda of, c: of.result(*of.jvp(c.weight, c.x_dot, c.weight_dot, c.bias_dot)))
+    defined(ops.pairing, lambda of, c: of.pairing(c.y_bar, c.weight, c.x_dot, c.weight_dot, c.bias_dot, c.wanted))
+    defined(ops.bwd_jvp, lambda of, c: of.bwd_jvp(c.y_bar, c.weight, c.y_bar_dot, c.x_dot, c.weight_dot, c.wanted))
     first_order(value, ops.bwd, ops.jvp)
     second_order(ops.bwd, ops.jvp, ops.bwd_jvp, ops.pairing)
     return ops

@@ -38,8 +38,8 @@ import torch
 
 from primitives._core import Primitive
 from primitives.ops.row_maps import RowMap
-from primitives.ops.rules import accumulation_dtype, masked, output_in_float32
-from primitives.ops.softmax import cpu_softmax as cpu
+from primitives.ops.rules import LOW_PRECISION, accumulation_dtype, masked, output_in_float32
+from primitives.ops.softmax.log_softmax import aten_serves
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -87,9 +87,41 @@ def _of_y_dot(y_bar: Tensor, y: Tensor, y_dot: Tensor, dim: int, scale: float) -
     return scale * (along - y * (y_dot * y_bar).sum(dim, keepdim=True))
 
 
+@softmax_p.def_kernel("cpu")
+def _softmax_by_aten(
+    x: Tensor, mask: Tensor | None, dim: int, scale: float, output_dtype: torch.dtype | None
+) -> Tensor | None:
+    if not aten_serves(x, dim):
+        return None
+    y_dtype = output_dtype or x.dtype
+    x = x.contiguous().to(y_dtype)
+    # Along any axis but the last ATen rounds exponentials to half precision.
+    if mask is None and scale == 1.0 and (x.dtype not in LOW_PRECISION or dim == x.dim() - 1):
+        return torch._softmax(x, dim, False)
+    u = masked(x.to(accumulation_dtype(y_dtype)), mask, scale)
+    y = torch._softmax(u, dim, False)
+    # NaN in a row is NaN in all of it; where no position takes part y is 0.
+    if mask is not None and y.select(dim, 0).isnan().any():
+        y.masked_fill_(u.amax(dim, keepdim=True) == -torch.inf, 0.0)
+    return y.to(y_dtype)
+
+
+def _map_by_aten(v: Tensor, y: Tensor, dim: int, scale: float) -> Tensor:
+    if not aten_serves(y, dim):
+        return _map(v, y, dim, scale)
+    u_bar = torch._softmax_backward_data(v, y, dim, y.dtype)
+    return u_bar if scale == 1.0 else u_bar.mul_(scale)
+
+
 # The batch is one more axis that the sum does not run over.
 _derivatives = RowMap(
-    softmax_p, "y", "int dim, float scale", _map, second_order=(_along_y, _of_y_dot), cpu=cpu, counter="dim"
+    softmax_p,
+    "y",
+    "int dim, float scale",
+    _map,
+    second_order=(_along_y, _of_y_dot),
+    by_aten=_map_by_aten,
+    counter="dim",
 )
 softmax_bwd_p, softmax_jvp_p = _derivatives.ops["bwd"], _derivatives.ops["jvp"]
 
