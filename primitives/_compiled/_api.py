@@ -57,8 +57,8 @@ def compile(
         ValueError: If `mode` is not a mode of Inductor.
         TraceError: By a call, if `fn` asks for the values of a tensor, as a branch and `.item()` do, with the line.
         MutationError: By a call, if `fn` writes to arguments or captured tensors.
-        LeafError: By a call, if an argument is neither a tensor nor a hashable constant, or a tensor that requires grad
-            is used that is neither reached by the closure nor an argument; for wrapper subclasses, such as `DTensor`,
+        LeafError: By a call, if an argument is neither a tensor, a dataclass nor a hashable constant, or a tensor that
+            requires grad is used that is neither reached by the closure nor an argument; for subclasses of tensors;
             and where a `DistributedDataParallel` is reached, which goes around what is compiled.
 
     Example:

@@ -208,7 +208,8 @@ class Half(Compiled):
         """Both, mapped over batch axes."""
         key = in_dims, randomness
         if key not in self._batched:
-            whole, mapped = self.whole.batched(in_dims[: self.count], randomness), Batched(self, *key)
+            whole, inner = self.whole.batched(in_dims[: self.count], randomness), self.inner
+            mapped = Batched(_OfAnyStrides(inner).run if isinstance(inner, fx.GraphModule) else inner, *key)
             half = Half(whole, self.count, mapped, self, f"vmap of {self.name}", self.names)
             self._batched.setdefault(key, half)
         return self._batched[key]
@@ -226,6 +227,17 @@ class Half(Compiled):
         with LOCK:
             self._program = self._program or program_of(self.inner, self.name, self.settings, *self.shown)
         return self._program
+
+
+class _OfAnyStrides(fx.Interpreter):
+    """Runs a graph on batches, whose operators may return other strides than those for which it views."""
+
+    def call_function(self, target: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """The result of an operator."""
+        return super().call_function(_RESHAPE if target is _VIEW else target, args, kwargs)
+
+
+_VIEW, _RESHAPE = torch.ops.aten.view.default, torch.ops.aten.reshape.default
 
 
 class Resumed(Half):

@@ -6,7 +6,8 @@ import contextlib
 import copy
 import functools
 import logging
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import optree
 import torch
@@ -20,6 +21,7 @@ from primitives._compiled._derivatives import SEED, Compiled
 from primitives._compiled._graphs import LOCK
 from primitives._core.errors import LeafError
 from primitives._core.recomputation import recomputed
+from primitives._core.trees.nodes import ARGUMENTS, registered
 from primitives.func._reached import Reached
 from primitives.func._region import Guard, Region
 from primitives.tracing._leaves import Leaves
@@ -41,13 +43,13 @@ _MANY = 8
 
 @contextlib.contextmanager
 def _said_to_compile() -> Iterator[None]:
-    """Context in which libraries ask for no values, as inside torch.compile, and no parametrization is kept."""
-    before, torch.compiler._is_compiling_flag = torch.compiler._is_compiling_flag, True
-    cache, parametrize._cache = parametrize._cache, {}
-    try:
+    """Context in which libraries and distributions ask for no values, and no parametrization is kept."""
+    with (
+        mock.patch.object(torch.compiler, "_is_compiling_flag", True),
+        mock.patch.object(torch.distributions.Distribution, "_validate_args", False),
+        mock.patch.object(parametrize, "_cache", {}),
+    ):
         yield
-    finally:
-        torch.compiler._is_compiling_flag, parametrize._cache = before, cache
 
 
 class _Site(Region):
@@ -89,7 +91,7 @@ class _Site(Region):
         self.tensors = []
 
     def _names(self, args: tuple, kwargs: dict[str, Any]) -> list[str]:
-        given = Leaves.of_arguments(self._fn, args, dict(sorted(kwargs.items())))
+        given = Leaves.of_arguments(self._fn, args, dict(sorted(kwargs.items())), ARGUMENTS)
         names = [*given.labels(self._places), *(f"captured[{k}]" for k in range(len(self._reached.places)))]
         paths = {owner: path for each in self._reached.modules for path, owner in each.named_modules()}
         places = [each[0] for each in self._registered.values()]
@@ -115,6 +117,7 @@ class _Site(Region):
             for make in self._contexts:
                 stack.enter_context(make())
             mode = stack.enter_context(rng_mode(PhiloxState(seed, torch.zeros_like(seed))))
+            stack.enter_context(self.reached.restoring(self._owner.note_assigned))
             results = super().__call__(*tensors)
             self.is_random = self.is_random or mode.has_drawn
             return results
@@ -179,6 +182,7 @@ class CompiledFunction:
         self._sites: dict[Any, list[_Site]] = {}
         self._described: list[tuple[str, Any]] = []
         self._num_described = 0
+        self._has_assigned = False
         functools.update_wrapper(self, fn, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -189,16 +193,18 @@ class CompiledFunction:
         if _C._len_torch_function_stack() and any(isinstance(x, Guard) for x in _get_current_function_mode_stack()):
             with _without_guards():
                 return self(*args, **kwargs)
-        leaves, treespec = optree.tree_flatten((args, kwargs))  # type: ignore[arg-type] - any tree
+        leaves, treespec = optree.tree_flatten((args, kwargs), namespace=ARGUMENTS)  # type: ignore[arg-type] - any tree
         tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
         key: Any = treespec
         if len(tensors) < len(leaves):
             constants = [x for x in leaves if not isinstance(x, torch.Tensor)]
+            if registered(constants, ARGUMENTS):
+                return self(*args, **kwargs)
             key = treespec, *constants, *map(type, constants)
         try:
             sites = self._sites.get(key, ())
         except TypeError:
-            raise _unhashable(leaves, args, kwargs) from None
+            raise _unhashable(fn, args, kwargs) from None
         for site in sites:
             reached = site.now()
             if reached is not None:
@@ -235,6 +241,12 @@ class CompiledFunction:
                 changes[0] if changes else "the structure of the arguments, or what the function reaches, differs",
             )
 
+    def note_assigned(self, names: list[str]) -> None:
+        """Say once that what the function assigns is lost."""
+        if names and not self._has_assigned:
+            self._has_assigned = True
+            _log.warning("compile: %s assigns %s, which no program does: it keeps its value.", self._name(), names[0])
+
     @property
     def graphs(self) -> dict[str, JointGraph]:
         """The joint graphs of the programs, by name."""
@@ -242,7 +254,10 @@ class CompiledFunction:
 
     def __repr__(self) -> str:
         """The table that is printed."""
-        return self.settings.table(getattr(self, "__name__", type(self.__wrapped__).__name__))  # type: ignore[attr-defined] - as above
+        return self.settings.table(self._name())
+
+    def _name(self) -> str:
+        return getattr(self, "__name__", type(self.__wrapped__).__name__)  # type: ignore[attr-defined] - as above
 
     def __reduce__(self) -> tuple[Any, ...]:
         return CompiledFunction, (self.__wrapped__, self.settings.fresh())  # type: ignore[attr-defined] - as above
@@ -251,13 +266,14 @@ class CompiledFunction:
         return CompiledFunction(copy.deepcopy(self.__wrapped__, memo), self.settings.fresh())  # type: ignore[attr-defined] - as above
 
 
-def _unhashable(leaves: Sequence[Any], args: tuple, kwargs: dict[str, Any]) -> LeafError:
-    for x, path in zip(leaves, optree.tree_accessors(cast("Any", (args, kwargs))), strict=True):
+def _unhashable(fn: Any, args: tuple, kwargs: dict[str, Any]) -> LeafError:
+    given = Leaves.of_arguments(fn, args, kwargs, ARGUMENTS)
+    for i, x in enumerate(given.values):
         try:
             hash(x)
         except TypeError:
             return LeafError(
-                f"compile: {path.codify('')} must be a tensor, a hashable constant or a container that optree takes "
-                f"apart, got {type(x).__name__}. Pass arrays as tensors; register other classes as pytree nodes."
+                f"compile: {given.label(i)} must be a tensor, a hashable constant, a dataclass or a container that "
+                f"optree takes apart, got {type(x).__name__}. Pass arrays as tensors; register other classes as nodes."
             )
     return LeafError("compile: an argument is not hashable.")

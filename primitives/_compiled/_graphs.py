@@ -23,6 +23,7 @@ from primitives._core.errors import LeafError
 from primitives._core.inductor import tracing_a_program
 from primitives.tracing._joint.trace import traced
 from primitives.tracing._leaves import Leaves
+from primitives.tracing._torch_private import is_wrapper_subclass
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -117,9 +118,14 @@ def joint_graph(
     """The joint graph of a function for these sizes, with gradients of those `wanted`."""
     for label, x in zip(names, tensors, strict=True):
         if x.layout != torch.strided or not (type(x) in _PLAIN or _functorch.is_functorch_wrapped_tensor(x)):
+            advice = (
+                "Pass its parts, or compile what runs on them; for a DTensor, or a model in FSDP, use torch.compile."
+            )
+            if x.layout == torch.strided and not is_wrapper_subclass(x):
+                advice = "Pass x.as_subclass(torch.Tensor), and make the other type inside where it is needed."
             raise LeafError(
                 f"compile: {label} must be a dense tensor of torch's own type, got {type(x).__name__} of {x.layout}. "
-                "Pass its parts, or compile what runs on them; for a DTensor, or a model in FSDP, use torch.compile."
+                + advice
             )
     table: dict[Any, Any] = {}
     if settings.backend == "inductor":

@@ -169,12 +169,11 @@ def _forward_here(ctx: Any, function: Recomputable, num: int, *tensors: Tensor) 
 
 def _forward(function: Recomputable, num: int, *values: Any) -> Tensors:
     output = recomputed(function, values[:num], values[num:])
-    if not function.num_kept:
-        return output
-    # What is kept, a constant, has to be another tensor than any argument or result.
-    results, kept = output[: -function.num_kept], output[-function.num_kept :]
-    others = {*map(id, (*values, *results))}
-    return *results, *(y.detach() if id(y) in others else y for y in kept)
+    # Autograd wants a result that is an argument as a view, and what is kept, a constant, as a tensor of its own.
+    count, others = len(output) - function.num_kept, {*map(id, values)}
+    results = [y.view_as(y) if id(y) in others else y for y in output[:count]]
+    others.update(map(id, output[:count]))
+    return *results, *(y.detach() if id(y) in others else y for y in output[count:])
 
 
 def _setup_context(ctx: Any, inputs: tuple, output: Tensors) -> None:

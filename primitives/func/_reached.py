@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dis
 import functools
 import inspect
 import types
@@ -52,7 +53,7 @@ class _Place(NamedTuple):
         return self.holder.outermost if isinstance(self.holder, _Place) else self
 
 
-_CELL = object()
+_CELL, _MISSING = object(), object()
 # Attributes of modules that are constants: the training mode, the probability of a dropout, the weight of a loss.
 _NUMBERS = frozenset({bool, int, float, str, type(None)})
 
@@ -69,7 +70,8 @@ class Reached:
 
     def __init__(self, roots: Sequence[Any], takes: Callable[[Tensor], bool]) -> None:
         self.places: list[_Place] = []
-        # Variables that lead on, or are constants, with their values.
+        # Attributes of objects that code may read or write; variables that lead on, or are constants, with values.
+        self._attributes: list[tuple[dict[str, Any], str]] = []
         self._links: list[tuple[_Place, Any]] = []
         self.modules = self._walk(roots, takes)
         self.owners = list(dict.fromkeys(owner for each in self.modules for owner in each.modules()))
@@ -99,14 +101,16 @@ class Reached:
                 elif isinstance(x, _Place):
                     stack += self._at(x, takes)
                 elif isinstance(x, types.FunctionType):
-                    stack += _next(x)
-                    names |= dict.fromkeys(_names(x.__code__))
+                    if not (x.__module__ or "").startswith(_OPAQUE):
+                        stack += _next(x)
+                        names |= dict.fromkeys(_names(x.__code__))
                 else:
                     stack += _next(x)
                     objects += [x] * _has_attributes(x)
             if not stack:
                 # Attributes of objects, as far as any code reads some of that name.
                 pairs = [(x, name) for x in objects for name in names]
+                self._attributes = [(vars(x), name) for x, name in pairs]
                 found = [_Place(vars(x), name) for x, name in pairs if name in vars(x)]
                 stack += [place for place in found if (id(place.holder), place.key) not in seen]
                 methods = [inspect.getattr_static(type(x), name, None) for x, name in pairs]
@@ -156,6 +160,22 @@ class Reached:
         return [*constants, ("training", [owner.training for owner in self.owners])]
 
     @contextlib.contextmanager
+    def restoring(self, say: Callable[[list[str]], None]) -> Iterator[None]:
+        """Context after which variables, and attributes of objects, are what they were; `say` gets names of others."""
+        links = [(place, place.get()) for place, _ in self._links if not isinstance(place.holder, _Place)]
+        attributes = [(holder, name, holder.get(name, _MISSING)) for holder, name in self._attributes]
+        try:
+            yield
+        finally:
+            changed = [(place, value) for place, value in links if place.get() is not value]
+            for place, value in changed:
+                place.put(value)
+            others = [each for each in attributes if each[0].get(each[1], _MISSING) is not each[2]]
+            for holder, name, value in others:
+                holder.pop(name) if value is _MISSING else holder.update({name: value})
+            say([*(str(place.key) for place, _ in changed), *(name for _, name, _ in others)])
+
+    @contextlib.contextmanager
     def holding(self, values: Sequence[Tensor]) -> Iterator[None]:
         """Context in which `places` hold other values."""
         outermost = [place.outermost for place in self.places]
@@ -190,8 +210,8 @@ def _next(x: Any) -> list[Any]:
         return [_Place(x, key) for key in (x if isinstance(x, dict) else range(len(x)))]
     if isinstance(x, tuple):
         return list(x)
-    if isinstance(x, types.FunctionType) and not (x.__module__ or "").startswith("torch."):
-        variables = [_Place(x.__globals__, name) for name in _names(x.__code__) if name in x.__globals__]
+    if isinstance(x, types.FunctionType):
+        variables = [_Place(x.__globals__, name) for name in _globals(x.__code__) if name in x.__globals__]
         defaults = [*(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values()]
         return [*variables, *(_Place(cell, _CELL) for cell in x.__closure__ or ()), *defaults]
     # What stands for a function.
@@ -200,10 +220,24 @@ def _next(x: Any) -> list[Any]:
     return [each for each in (wrapped, call) if each is not None]
 
 
+def _codes(code: types.CodeType) -> list[types.CodeType]:
+    """Code, and that of functions in it."""
+    return [code, *(each for x in code.co_consts if isinstance(x, types.CodeType) for each in _codes(x))]
+
+
 def _names(code: types.CodeType) -> list[str]:
-    """Names that are read by code, and by that of functions in it."""
-    inner = [name for x in code.co_consts if isinstance(x, types.CodeType) for name in _names(x)]
-    return list(dict.fromkeys([*code.co_names, *inner]))
+    """Names of attributes and globals in code."""
+    return [name for each in _codes(code) for name in each.co_names]
+
+
+def _globals(code: types.CodeType) -> list[str]:
+    """Names of globals, or of what is built in."""
+    return [x.argval for each in _codes(code) for x in dis.get_instructions(each) if x.opname in _READS]
+
+
+_READS = ("LOAD_GLOBAL", "LOAD_NAME")
+# Modules whose functions are not looked into.
+_OPAQUE = ("torch.", "primitives._compiled.")
 
 
 def _has_attributes(x: Any) -> bool:

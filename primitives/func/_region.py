@@ -6,7 +6,6 @@ import contextlib
 import functools
 from typing import TYPE_CHECKING, Any
 
-import optree
 import torch
 from torch import _C
 from torch._C import _functorch  # type: ignore[attr-defined] - no stub
@@ -17,6 +16,7 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 
 from primitives._core.errors import LeafError
 from primitives._core.recomputation import Recomputable
+from primitives._core.trees.nodes import ARGUMENTS, RESULTS, flattened
 from primitives._repair.switch import is_repaired, repaired_thread
 from primitives.func._reached import Reached
 from primitives.tracing._memory import bottom
@@ -46,7 +46,7 @@ class Region(Recomputable):
 
     def __init__(self, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> None:
         self._fn = fn
-        self._leaves, self._treespec = optree.tree_flatten((args, kwargs))  # type: ignore[arg-type] - any tree
+        self._leaves, self._treespec = flattened((args, kwargs), ARGUMENTS)
         self._places = [i for i, x in enumerate(self._leaves) if isinstance(x, torch.Tensor)]
         self._reached = self._look([fn])
         self._owners, self._registered = self._reached.owners, self._reached.registered
@@ -99,7 +99,7 @@ class Region(Recomputable):
             for i, x in zip(self._places, tensors, strict=False):
                 leaves[i] = x
             inner: Any = self._treespec.unflatten(leaves)
-            results, out_treespec = optree.tree_flatten(self._fn(*inner[0], **inner[1]))
+            results, out_treespec = flattened(self._fn(*inner[0], **inner[1]), RESULTS)
             current = [getattr(o, registry).get(name) for (o, registry, name), *_ in self._registered.values()]
             if is_first:
                 self._again = again

@@ -110,12 +110,14 @@ def nodes_seen(see: Callable[[fx.Node, Callable[[fx.Node], Any]], None]) -> Iter
         del tracer.create_node
 
 
-def viewed_node(node: fx.Node) -> fx.Node:
-    """The node of which `node` is a view, or a view of a view."""
-    schema = schema_of(node.target)
-    if schema is None or not node.all_input_nodes or not any(y.alias_info for y in schema.returns):
-        return node
-    return viewed_node(node.all_input_nodes[0])
+def mapped_constants(function: Callable[[Tensor], Any], values: Any) -> Any:
+    """A tree of values inside functionalization, with what `function` makes of each tensor from elsewhere."""
+
+    def mapped(x: Tensor) -> Any:
+        is_constant = type(x) is torch.Tensor and not (x.requires_grad or x._is_zerotensor())
+        return function(x) if is_constant and not torch._is_functional_tensor(x) else x
+
+    return _pytree.tree_map_only(torch.Tensor, mapped, values)
 
 
 def running_number() -> int | None:
@@ -176,6 +178,7 @@ def functional_world() -> Any:
 
     Functions of `functionalize_mutations` in it note in `copied` whose memory they have written to copies of.
     """
+    # Operators have rules for this class, and for none that is derived from it.
     mode: Any = functional_tensor.FunctionalTensorMode()
     mode.copied = set()
     return mode
@@ -218,7 +221,7 @@ def constant_value(x: Tensor) -> Tensor | None:
     x, mode = plain(bottom(x)), proxy_tensor.get_proxy_mode()
     slot = None if mode is None else proxy_tensor.get_proxy_slot(x, mode.tracer, None)  # type: ignore[attr-defined] - no stub
     if slot is None:
-        return None
+        return None if mode is None or isinstance(x, fake_tensor.FakeTensor) else x
     values: dict[fx.Node, Any] = {}
     tracer: Any = mode.tracer  # type: ignore[union-attr] - there is one
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from torch import fx
 
-__all__ = ["Recorder", "UserCalls", "written_by"]
+__all__ = ["Recorder", "UserCalls", "constant_written", "written_by"]
 
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined] - a getset descriptor
 # They hand values to Python without an operation that anything below sees.
@@ -175,12 +175,17 @@ class Recorder:
                 f"{self._function}: the collective {func} writes in place, which no graph can hold, at "
                 f"{current_line()}. Use those of torch.distributed._functional_collectives, which return their result."
             )
-        for source in map(torch_private.viewed_node, written):
+        for source in written:
             if source.op == "get_attr":
-                raise MutationError(
-                    f"{self._function}: {_described(constant(source))} is written to and is not an input, at "
-                    f"{current_line()}. Make it an input; for a module, use pure_module."
-                )
+                raise constant_written(self._function, constant(source), current_line())
+
+
+def constant_written(function: str, x: Any, line: str) -> MutationError:
+    """The error for a write to a tensor from elsewhere."""
+    return MutationError(
+        f"{function}: {_described(x)} is written to and is not an input, at {line}. Make it an input; for a module, "
+        "use pure_module."
+    )
 
 
 def _described(x: Any) -> str:

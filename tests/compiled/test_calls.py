@@ -1,11 +1,12 @@
-"""Calls of compiled functions: state, sizes, constants, random numbers, modes, and what surrounds them."""
+"""Calls of compiled functions: trees, sizes, random numbers, modes, and what surrounds them."""
 
 import copy
-import functools
+import dataclasses
 import os
 import pickle
 import threading
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -16,133 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import primitives as pr
 from tests.compiled.support import data, gradients, mlp, plainly, same
 
-X = data(6, 3)
-SHIFT, SCALE = data(3, seed=2), 1.0
-
-
-def test_modules_by_reference():
-    plain, own = mlp(nn.BatchNorm1d), mlp(nn.BatchNorm1d)
-    model, other = plainly(own), nn.Linear(5, 2).double()
-    plainly_held = plainly(lambda x: own.weight_of_loss * own(x).square().sum() + own.shift)
-
-    def both(change):
-        change(plain)
-        change(model)
-        truth = plain(X)
-        same(model(X), truth)
-        truth.sum().backward()
-        model(X).sum().backward()
-        plain(X)
-        for p, q in zip(plain.parameters(), own.parameters(), strict=True):
-            assert (p.grad is None) == (q.grad is None)
-            if p.grad is not None:
-                same(q.grad, p.grad)
-
-    both(lambda net: None)
-    both(nn.Module.eval)
-    both(nn.Module.train)
-    both(lambda net: net.zero_grad())
-    both(lambda net: net[0].weight.requires_grad_(False))
-    both(lambda net: net[0].weight.data.mul_(2))
-    both(lambda net: net.__setitem__(3, copy.deepcopy(other)))
-    both(lambda net: net[3].bias.data.zero_())
-    both(lambda net: net[0].register_parameter("weight", nn.Parameter(torch.ones_like(net[0].weight))))
-    # What is no parameter: numbers, and tensors that nobody registered.
-    both(lambda net: setattr(net[1], "eps", 0.5))
-    for change in (2.0, 3.0):
-        own.shift = data(1, seed=int(change))
-        own.weight_of_loss = change
-        same(plainly_held(X), own.weight_of_loss * own(X).square().sum() + own.shift)
-    plain.float()
-    model.float()
-    same(model(X.float()), plain(X.float()), 1e-5)
-
-
-def test_optimizer_steps_are_seen():
-    plain, own = mlp(), mlp()
-    step = plainly(lambda x: own(x).square().mean())
-    for net, loss in ((plain, lambda x: plain(x).square().mean()), (own, step)):
-        optimizer = torch.optim.SGD(net.parameters(), 0.1)
-        for _ in range(3):
-            optimizer.zero_grad()
-            loss(X).backward()
-            optimizer.step()
-    same(own.parameters(), plain.parameters())
-    assert len(step.settings.programs) == 2
-
-
-def test_a_parameter_that_was_stepped_before_the_backward_pass_is_refused():
-    net = mlp()
-    loss = plainly(net)(X).square().sum()
-    with torch.no_grad():
-        net[0].weight.add_(1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
-
-
-def test_tied_parameters_and_modules_as_arguments():
-    net = mlp()
-    net[3] = nn.Linear(5, 5).double()
-    net[3].weight = nn.Parameter(torch.eye(5, dtype=torch.float64))
-    net[0] = nn.Linear(3, 5).double()
-    net.append(nn.Linear(5, 5).double())
-    net[4].weight = net[3].weight
-    loss = plainly(lambda net, x: net(x).square().sum())
-    same(gradients(net, loss(net, X)), gradients(net, net(X).square().sum()))
-    other = mlp()
-    same(loss(other, X), other(X).square().sum())
-
-
-def test_variables():
-    global SHIFT, SCALE
-    w, box = torch.ones(3, dtype=torch.float64, requires_grad=True), [data(3, seed=3)]
-
-    def function(x):
-        return (x * w * box[0] * SCALE + SHIFT).sin().sum()
-
-    compiled = plainly(function)
-
-    def check():
-        same(compiled(X), function(X))
-        same(torch.autograd.grad(compiled(X), w), torch.autograd.grad(function(X), w))
-
-    check()
-    box[0] = box[0] * 2
-    check()
-    box[0].mul_(3)
-    SHIFT = SHIFT * 2
-    check()
-    assert len(compiled.settings.programs) == 2
-    SCALE += 1.0
-    check()
-    held = functools.partial(lambda t, x: (t * x).sum(), box[0])
-    compiled, function = plainly(held), held
-    same(compiled(X), held(X))
-    box[0].add_(1)
-    same(compiled(X), held(X))
-
-
-class Trainer:
-    def __init__(self):
-        self.net, self.scale, self.held = mlp(), data(1, seed=3), (data(1, seed=4), 2.0)
-
-    def loss(self, x):
-        return (self.scale * self.net(x) + self.held[0] * self.held[1]).square().sum()
-
-    __call__ = loss
-
-
-@pytest.mark.parametrize("way", ["method", "call", "attribute", "list"])
-def test_objects(way):
-    trainer = Trainer()
-    methods = [trainer.loss]
-    ways = {"method": trainer.loss, "call": trainer, "attribute": lambda x: trainer.loss(x)}
-    step = plainly(ways.get(way, lambda x: methods[0](x)))
-    for held in (trainer.held, (data(1, seed=5), 2.0), (data(1, seed=5), 3.0)):
-        trainer.scale, trainer.held = trainer.scale * 2, held
-        same(gradients(trainer.net, step(X)), gradients(trainer.net, trainer.loss(X)))
-    assert trainer.held is held
-    assert len(step.settings.programs) == 4, "tensors are arguments, numbers are not"
+X, SHIFT = data(6, 3), data(3, seed=2)
 
 
 def test_sizes_dtypes_layouts_and_constants():
@@ -151,6 +26,53 @@ def test_sizes_dtypes_layouts_and_constants():
         for options in ({"k": 2}, {"k": 2.0}, {"k": 3, "keep": True}):
             same(compiled(x, **options), compiled.__wrapped__(x, **options), 1e-6)
             assert compiled(x, **options).dtype == compiled.__wrapped__(x, **options).dtype
+
+
+@dataclasses.dataclass
+class Batch:
+    x: torch.Tensor
+    others: list = dataclasses.field(default_factory=list)
+    power: int = 2
+
+    def __post_init__(self):
+        self.num = len(self.x)
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    batch: Batch
+    name: str
+
+
+def test_dataclasses():
+    def function(pair):
+        loss = (pair.batch.x**pair.batch.power).sum() * pair.batch.num + pair.batch.others[0].sum()
+        return Pair(Batch(loss[None], [pair.batch.x]), pair.name)
+
+    compiled, x = plainly(function), X.clone().requires_grad_()
+    for power in (2, 3, 2):
+        given = Pair(Batch(x, [SHIFT * power], power), "mine")
+        found, truth = compiled(given), function(given)
+        assert (found.name, found.batch.num) == ("mine", 1)
+        same([found.batch.x, *found.batch.others], [truth.batch.x, *truth.batch.others])
+        same(torch.autograd.grad(found.batch.x, x), torch.autograd.grad(truth.batch.x, x))
+    assert len(compiled.settings.programs) == 4
+    with pytest.raises(pr.LeafError, match=r"pair.others.*must be a tensor, a hashable constant"):
+        compiled(Batch(x, np.ones(2)))
+
+
+def test_objects_that_hold_results():
+    """Libraries return their own: distributions, caches, what they have registered with torch."""
+    loc = SHIFT.clone().requires_grad_()
+
+    def function(x):
+        made = torch.distributions.Normal(loc * x, x.exp())
+        return torch.return_types.max((made.loc, x)), {"made": [made]}
+
+    for run in (plainly(function), lambda x: pr.func.checkpoint(function, x)):
+        found, truth = run(X)[1]["made"][0], function(X)[1]["made"][0]
+        same(found.log_prob(X), truth.log_prob(X))
+        same(torch.autograd.grad(found.log_prob(X).sum(), loc), torch.autograd.grad(truth.log_prob(X).sum(), loc))
 
 
 def test_dynamic_sizes():

@@ -174,6 +174,20 @@ def test_higher_orders(f, kinds):
     check_nesting(f, kinds)
 
 
+# Torch runs its attention of the CPU once for each sample.
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_a_batch_whose_operators_return_other_strides():
+    layer = nn.TransformerEncoderLayer(4, 2, 4, dropout=0.0, batch_first=True).double()
+    params, x = {name: p.detach() for name, p in layer.named_parameters()}, data(3, 5, 4)
+
+    def per_sample(model):
+        loss = lambda p, x: torch.func.functional_call(model, p, (x[None],)).sin().sum()  # noqa: E731 - a function each
+        return torch.func.vmap(torch.func.grad(loss), (None, 0))(params, x)
+
+    with pr.repair_torch():
+        same(per_sample(plainly(layer)).values(), per_sample(layer).values())
+
+
 @pytest.mark.parametrize("f", FUNCTIONS)
 def test_recorded_backward_passes(f):
     for order in (1, 2, 3):

@@ -83,6 +83,8 @@ def test_writes(function, what):
 def test_arguments():
     with pytest.raises(pr.LeafError, match="must be a tensor, a hashable constant"):
         plainly(lambda x, a: x)(X, np.ones(2))
+    with pytest.raises(pr.LeafError, match=r"x.as_subclass\(torch.Tensor\)"):
+        plainly(lambda x: x)(X.as_subclass(type("Labels", (torch.Tensor,), {})))
     with pytest.raises(pr.LeafError, match="must be a dense tensor of torch"):
         plainly(lambda x: x.to_dense())(X.to_sparse())
     with pytest.raises(TypeError, match="Pass the function itself"):

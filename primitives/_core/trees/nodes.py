@@ -1,16 +1,23 @@
-"""Trees of nodes of optree's, and inside them of torch's, where libraries register what their models return."""
+"""Trees of nodes of optree's, of torch's, where libraries register what their models return, and of dataclasses."""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import types
 from typing import TYPE_CHECKING, Any
 
 import optree
+import torch
 from torch.utils import _pytree as torch_pytree
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
-__all__ = ["leaves_of_nodes", "mapped_nodes"]
+__all__ = ["ARGUMENTS", "RESULTS", "flattened", "leaves_of_nodes", "mapped_nodes", "registered"]
+
+# Namespaces in which nodes of torch and dataclasses are nodes, too; among results, all objects that hold tensors.
+ARGUMENTS, RESULTS = "primitives.arguments", "primitives.results"
 
 
 def leaves_of_nodes(tree: Any, namespace: str) -> list[Any]:
@@ -21,3 +28,82 @@ def leaves_of_nodes(tree: Any, namespace: str) -> list[Any]:
 def mapped_nodes(function: Callable[[Any], Any], tree: Any, namespace: str) -> Any:
     """The tree, with what `function` makes of each leaf, in their order."""
     return optree.tree_map(lambda part: torch_pytree.tree_map(function, part), tree, namespace=namespace)
+
+
+def flattened(tree: Any, namespace: str) -> tuple[list[Any], optree.PyTreeSpec]:
+    """Leaves and structure in `ARGUMENTS` or `RESULTS`."""
+    leaves, treespec = optree.tree_flatten(tree, namespace=namespace)
+    return flattened(tree, namespace) if registered(leaves, namespace) else (leaves, treespec)
+
+
+def registered(leaves: Iterable[Any], namespace: str) -> bool:
+    """Whether some of these leaves are nodes, now that they are registered."""
+    kinds = {type(x) for x in leaves if not isinstance(x, _WHOLE) and _is_node(x, namespace)}
+    for kind in kinds:
+        node = torch_pytree.SUPPORTED_NODES.get(kind)
+        to, back = (_attributes, _of_attributes(kind)) if node is None else _of_torch(node)
+        # Another thread may have been faster.
+        with contextlib.suppress(ValueError):
+            optree.register_pytree_node(kind, to, back, namespace=namespace)
+    return bool(kinds)
+
+
+def _is_node(x: Any, namespace: str) -> bool:
+    if type(x) in torch_pytree.SUPPORTED_NODES:
+        return True
+    is_plain = not isinstance(x, (dict, list, tuple))
+    return is_plain and (dataclasses.is_dataclass(x) or (namespace == RESULTS and _holds_tensors(x, 4)))
+
+
+_WHOLE = (torch.Tensor, torch.nn.Module, type, types.ModuleType, types.FunctionType, types.MethodType)
+
+
+def _holds_tensors(x: Any, depth: int) -> bool:
+    if depth == 0 or isinstance(x, _WHOLE):
+        return isinstance(x, torch.Tensor)
+    inner = (
+        x.values()
+        if isinstance(x, dict)
+        else x
+        if isinstance(x, (list, tuple))
+        else vars(x).values()
+        if hasattr(x, "__dict__")
+        else ()
+    )
+    return any(_holds_tensors(y, depth - 1) for y in inner)
+
+
+def _attributes(x: Any) -> tuple[list[Any], Any, tuple[str, ...]]:
+    fields = (
+        [field.name for field in dataclasses.fields(x) if hasattr(x, field.name)] if dataclasses.is_dataclass(x) else []
+    )
+    names = (*dict.fromkeys([*fields, *getattr(x, "__dict__", ())]),)
+    return [getattr(x, name) for name in names], names, names
+
+
+def _of_attributes(kind: type) -> Callable[[Any, Iterable[Any]], Any]:
+    def made(names: Any, values: Iterable[Any]) -> Any:
+        x = object.__new__(kind)
+        for name, value in zip(names, values, strict=True):
+            object.__setattr__(x, name, value)
+        return x
+
+    return made
+
+
+@dataclasses.dataclass
+class _Context:
+    """What torch knows of a node, which optree wants hashable."""
+
+    value: Any
+
+    def __hash__(self) -> int:
+        return hash(repr(self.value))
+
+
+def _of_torch(node: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    def flatten(x: Any) -> tuple[Any, Any]:
+        values, context = node.flatten_fn(x)
+        return values, _Context(context)
+
+    return flatten, lambda context, values: node.unflatten_fn([*values], context.value)

@@ -11,7 +11,7 @@ from primitives._core.errors import DeviceError, LeafError, MutationError, Shape
 from primitives._core.trees.overlay import spread
 from primitives.decompositions import decomposition_table
 from primitives.tracing import _torch_private as torch_private
-from primitives.tracing._errors import typed_errors
+from primitives.tracing._errors import current_line, typed_errors
 from primitives.tracing._graph.joint_graph import JointGraph
 from primitives.tracing._graph.rewriting import COTANGENT, ROLE, SEED, TAG, identifier, tidied
 from primitives.tracing._graph.signature import Signature
@@ -25,6 +25,7 @@ from primitives.tracing._joint.create import (
 from primitives.tracing._leaves import Leaves
 from primitives.tracing._memory import is_wrapped, memories, refuse_sharing
 from primitives.tracing._random.rng import PhiloxState, rng_mode
+from primitives.tracing._watching import constant_written, written_by
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -176,6 +177,37 @@ def traced(
     return JointGraph(tidied(module, names, cotangent_names, len(places)), signature, mode)
 
 
+class _Constants(torch_private.TorchDispatchMode):
+    """Tensors from elsewhere are wrapped, too: what is made of them may be written to, and they may not."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.refusal: tuple[Tensor, str] | None = None
+        self._constants: dict[int, tuple[Tensor, Any]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        """The call."""
+        writes = bool(written_by(func, args, kwargs or {}))
+        if not writes and func not in _LIFTS:
+            args, kwargs = torch_private.mapped_constants(self._wrapped, (args, kwargs or {}))
+        result = func(*args, **kwargs or {})
+        if writes and self.refusal is None:
+            written = [x for x, y in self._constants.values() if torch_private.has_data_mutation(y)]
+            self.refusal = (written[0], current_line()) if written else None
+        return result
+
+    def _wrapped(self, x: Tensor) -> Any:
+        if id(x) not in self._constants:
+            self._constants[id(x)] = x, torch_private.wrapped(x)
+        return self._constants[id(x)][1]
+
+
+# What makes tensors of literals of a program.
+_LIFTS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default, torch.ops.aten.lift.default)
+
+
 def _run(
     function: str,
     fn: Callable[..., Any],
@@ -195,8 +227,11 @@ def _run(
     states = args[len(places) :]
     random = [rng_mode(PhiloxState(*pair)) for pair in (states[:2], states[2:]) if pair]
     results: list[Any] = []
+    constants = _Constants()
 
     def cotangents_of(outs: Leaves) -> tuple[Leaves, list[Tensor | None]]:
+        if constants.refusal is not None:
+            raise constant_written(function, *constants.refusal)
         signature.mutated = tuple(
             i
             for i, (_, *geometry) in before.items()
@@ -232,7 +267,8 @@ def _run(
             _stand_in(y, layout, is_loss=no_cotangents) if i in taken else None for i, y in enumerate(outs.values)
         ]
 
-    _, bars = run_joint(function, fn, given, leaves, used, cotangents_of, captures=False, modes=random)
+    with constants:
+        _, bars = run_joint(function, fn, given, leaves, used, cotangents_of, captures=False, modes=random)
     signature.gradient_places = tuple(i for i, bar in enumerate(bars) if bar is not None)
     if pure:
         bars = _apart(bars, [*results, *args])

@@ -1,0 +1,214 @@
+"""What a compiled function reaches: modules, variables, attributes of objects, constants."""
+
+import copy
+import functools
+
+import pytest
+import torch
+from torch import nn
+
+import primitives as pr
+from tests.compiled.support import data, gradients, mlp, plainly, same
+
+X = data(6, 3)
+SHIFT, SCALE = data(3, seed=2), 1.0
+
+
+def test_modules_by_reference():
+    plain, own = mlp(nn.BatchNorm1d), mlp(nn.BatchNorm1d)
+    model, other = plainly(own), nn.Linear(5, 2).double()
+    plainly_held = plainly(lambda x: own.weight_of_loss * own(x).square().sum() + own.shift)
+
+    def both(change):
+        change(plain)
+        change(model)
+        truth = plain(X)
+        same(model(X), truth)
+        truth.sum().backward()
+        model(X).sum().backward()
+        plain(X)
+        for p, q in zip(plain.parameters(), own.parameters(), strict=True):
+            assert (p.grad is None) == (q.grad is None)
+            if p.grad is not None:
+                same(q.grad, p.grad)
+
+    both(lambda net: None)
+    both(nn.Module.eval)
+    both(nn.Module.train)
+    both(lambda net: net.zero_grad())
+    both(lambda net: net[0].weight.requires_grad_(False))
+    both(lambda net: net[0].weight.data.mul_(2))
+    both(lambda net: net.__setitem__(3, copy.deepcopy(other)))
+    both(lambda net: net[3].bias.data.zero_())
+    both(lambda net: net[0].register_parameter("weight", nn.Parameter(torch.ones_like(net[0].weight))))
+    # What is no parameter: numbers, and tensors that nobody registered.
+    both(lambda net: setattr(net[1], "eps", 0.5))
+    for change in (2.0, 3.0):
+        own.shift = data(1, seed=int(change))
+        own.weight_of_loss = change
+        same(plainly_held(X), own.weight_of_loss * own(X).square().sum() + own.shift)
+    plain.float()
+    model.float()
+    same(model(X.float()), plain(X.float()), 1e-5)
+
+
+def test_optimizer_steps_are_seen():
+    plain, own = mlp(), mlp()
+    step = plainly(lambda x: own(x).square().mean())
+    for net, loss in ((plain, lambda x: plain(x).square().mean()), (own, step)):
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss(X).backward()
+            optimizer.step()
+    same(own.parameters(), plain.parameters())
+    assert len(step.settings.programs) == 2
+
+
+def test_a_parameter_that_was_stepped_before_the_backward_pass_is_refused():
+    net = mlp()
+    loss = plainly(net)(X).square().sum()
+    with torch.no_grad():
+        net[0].weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_tied_parameters_and_modules_as_arguments():
+    net = mlp()
+    net[3] = nn.Linear(5, 5).double()
+    net[3].weight = nn.Parameter(torch.eye(5, dtype=torch.float64))
+    net[0] = nn.Linear(3, 5).double()
+    net.append(nn.Linear(5, 5).double())
+    net[4].weight = net[3].weight
+    loss = plainly(lambda net, x: net(x).square().sum())
+    same(gradients(net, loss(net, X)), gradients(net, net(X).square().sum()))
+    other = mlp()
+    same(loss(other, X), other(X).square().sum())
+
+
+def test_variables():
+    global SHIFT, SCALE
+    w, box = torch.ones(3, dtype=torch.float64, requires_grad=True), [data(3, seed=3)]
+
+    def function(x):
+        return (x * w * box[0] * SCALE + SHIFT).sin().sum()
+
+    compiled = plainly(function)
+
+    def check():
+        same(compiled(X), function(X))
+        same(torch.autograd.grad(compiled(X), w), torch.autograd.grad(function(X), w))
+
+    check()
+    box[0] = box[0] * 2
+    check()
+    box[0].mul_(3)
+    SHIFT = SHIFT * 2
+    check()
+    assert len(compiled.settings.programs) == 2
+    SCALE += 1.0
+    check()
+    held = functools.partial(lambda t, x: (t * x).sum(), box[0])
+    compiled, function = plainly(held), held
+    same(compiled(X), held(X))
+    box[0].add_(1)
+    same(compiled(X), held(X))
+
+
+class Trainer:
+    def __init__(self):
+        self.net, self.scale, self.held = mlp(), data(1, seed=3), (data(1, seed=4), 2.0)
+
+    def loss(self, x):
+        return (self.scale * self.net(x) + self.held[0] * self.held[1]).square().sum()
+
+    __call__ = loss
+
+
+@pytest.mark.parametrize("way", ["method", "call", "attribute", "list"])
+def test_objects(way):
+    trainer = Trainer()
+    methods = [trainer.loss]
+    ways = {"method": trainer.loss, "call": trainer, "attribute": lambda x: trainer.loss(x)}
+    step = plainly(ways.get(way, lambda x: methods[0](x)))
+    for held in (trainer.held, (data(1, seed=5), 2.0), (data(1, seed=5), 3.0)):
+        trainer.scale, trainer.held = trainer.scale * 2, held
+        same(gradients(trainer.net, step(X)), gradients(trainer.net, trainer.loss(X)))
+    assert trainer.held is held
+    assert len(step.settings.programs) == 4, "tensors are arguments, numbers are not"
+
+
+NUM_CALLS = 0
+
+
+@pytest.mark.parametrize("where", ["object", "global", "closure"])
+def test_what_a_function_assigns_is_lost_and_said_once(where, caplog):
+    class Counting:
+        num = 0
+
+        def loss(self, x):
+            self.num += 1
+            self.last = x * 2
+            return self.last.sum()
+
+    def counted(x):
+        global NUM_CALLS
+        NUM_CALLS += 1
+        return (x * NUM_CALLS).sum()
+
+    num = 0
+
+    def of_closure(x):
+        nonlocal num
+        num += 1
+        return x.sum()
+
+    counting = Counting()
+    step = plainly({"object": counting.loss, "global": counted, "closure": of_closure}[where])
+    for _ in range(3):
+        same(torch.func.jvp(step, (X,), (X,))[0], step(X))
+    assert len(step.settings.programs) == 2
+    assert (NUM_CALLS, num, vars(counting)) == (0, 0, {})
+    assert sum("assigns" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_a_compiled_function_inside_another():
+    inner = plainly(lambda x: (x * SHIFT).sin())
+    inner(X)
+    same(plainly(lambda x: inner(x).sum())(X), (X * SHIFT).sin().sum())
+
+
+class Constants:
+    """Nobody follows classes: what they hold is constant."""
+
+    direction, mask = data(6, 3, seed=8), torch.tensor([True, False, True])
+
+
+def test_copies_of_constants_may_be_written_to():
+    def doubled(x):
+        y = x.clone()
+        y.mul_(2 * y.sum())
+        return y.square().sum()
+
+    def function(x):
+        y, z = Constants.direction.clone(), Constants.direction.view(3, 6) + 0
+        y.mul_(x.sum())
+        z[0] = x.T[0]
+        return (
+            torch.func.jvp(doubled, (x,), (Constants.direction,))[1] + (y * z.T).sum() + x[:, Constants.mask].sum(),
+            x * 2 if Constants.mask.any() else x,
+        )
+
+    same(plainly(function)(X), function(X))
+
+
+@pytest.mark.parametrize(
+    "write",
+    [lambda y: y.add_(1), lambda y: y.view(-1)[:2].zero_(), lambda y: y.__iadd__(1), lambda y: y.T.__setitem__(0, 1)],
+)
+def test_constants_may_not_be_written_to(write):
+    before = Constants.direction.clone()
+    with pytest.raises(pr.MutationError, match=r"written to.*test_state.py"):
+        plainly(lambda x: (write(Constants.direction), x * 2)[1])(X)
+    same(Constants.direction, before)
