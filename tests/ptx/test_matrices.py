@@ -118,6 +118,18 @@ def test_ldmatrix_and_stmatrix(is_transposed):
     np.testing.assert_array_equal(copied, values.ravel())
 
 
+def test_stmatrix_alone_is_seen_in_halves_of_words():
+    out = np.zeros((32, 1), np.uint32)
+    faults, _ = run(
+        f"""shl.b32 %r1, %r0, 4; stmatrix.sync.aligned.m8n8.x1.shared.b16 [%r1], {{%r0}}; bar.sync 0;
+        shl.b32 %r2, %r0, 2; ld.shared.b32 %r3, [%r2]; {stores(0, 3, 1)}""",
+        [out],
+        shared_bytes=512,
+    )
+    assert not faults
+    assert out.ravel().tolist() == list(range(32))
+
+
 # Elements of 16 bits in shared memory by canonical layouts: T is 8 of them, 16 bytes. The formulas are in units of
 # elements: `k_major(row, k)`, and `mn_major(row, k)` where rows are adjacent.
 def k_major(row, k, width, leading, stride):
