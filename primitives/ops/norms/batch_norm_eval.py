@@ -70,22 +70,24 @@ def _slopes(norm: Norm, weight: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def _cotangents(norm: Norm, call: Any) -> tuple[Tensor, ...]:
-    *bars, (by_mean, by_var) = *norm.bwd(call.y_bar, call.weight, call.wanted[:3]), _slopes(norm, call.weight)
-    y_bar, mean_bar, var_bar = norm.wide(call.y_bar), empty_output(call.x), empty_output(call.x)
-    if call.wanted[3]:
-        mean_bar = (by_mean * norm.sums(y_bar, norm.dtype)).to(call.running_mean.dtype)
-    if call.wanted[4]:
-        var_bar = (by_var * norm.sums(y_bar * norm.x_hat, norm.dtype)).to(call.running_var.dtype)
+    bars = norm.bwd(call.y_bar, call.weight, call.wanted[:3])
+    mean_bar, var_bar = empty_output(call.x), empty_output(call.x)
+    if call.wanted[3] or call.wanted[4]:
+        (by_mean, by_var), y_bar = _slopes(norm, call.weight), norm.wide(call.y_bar)
+        if call.wanted[3]:
+            mean_bar = (by_mean * norm.sums(y_bar, norm.dtype)).to(call.running_mean.dtype)
+        if call.wanted[4]:
+            var_bar = (by_var * norm.sums(y_bar * norm.x_hat, norm.dtype)).to(call.running_var.dtype)
     return *bars, mean_bar, var_bar
 
 
 def _tangent(norm: Norm, call: Any) -> Tensor:
-    (by_mean, by_var), slope, shift = _slopes(norm, call.weight), call.weight_dot, call.bias_dot
+    slope, shift = call.weight_dot, call.bias_dot
     if call.running_mean_dot is not None:
-        along_mean = by_mean * call.running_mean_dot
+        along_mean = _slopes(norm, call.weight)[0] * call.running_mean_dot
         shift = along_mean if shift is None else shift + along_mean
     if call.running_var_dot is not None:
-        along_var = by_var * call.running_var_dot
+        along_var = _slopes(norm, call.weight)[1] * call.running_var_dot
         slope = along_var if slope is None else slope + along_var
     return norm.result(*norm.jvp(call.weight, call.x_dot, slope, shift))
 
