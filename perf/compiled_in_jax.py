@@ -79,7 +79,7 @@ def laplacian(f: Any, x: Any) -> Any:
 
 
 # By the place of the step in `CASES`: loss, sizes of the network, whether it has norms, and its activation.
-STEPS = (
+STEPS: tuple[tuple[Any, Sequence[int], bool, Any], ...] = (
     (burgers_reverse, [2, 32, 32, 32, 32, 1], False, jnp.tanh),
     (burgers_forward, [2, 32, 32, 32, 32, 1], False, jnp.tanh),
     (burgers_reverse, [2, 64, 64, 64, 64, 1], False, jnp.tanh),
