@@ -6,7 +6,6 @@ say what they have; arguments and layouts are those of the records (`perf.ops`).
 
 from __future__ import annotations
 
-import inspect
 import re
 import textwrap
 from pathlib import Path
@@ -36,20 +35,19 @@ PAGE = ROOT / "docs" / "reference" / "support.md"
 
 TEXT = """# Supported calls
 
-Written by `python -m perf.support`, which runs every function under each pair of transforms and looks at what it calls.
+`python -m perf.support` runs every function under each pair of transforms and writes this page from the operators that
+these call. [The API](../api/index.md) says what each function computes.
 
-## Functions
+## Modules
 
-{functions}
-
-DTensors and several processes: [how-to/distributed.md](../how-to/distributed.md).
+{modules}
 
 ## Kernels
 
-**T** is a Triton kernel on CUDA tensors, **A** a kernel made of ATen's on CPU tensors, **C** composed of other rows and
-of torch's functions, **R** the reference in plain torch. That serves the rest too: other devices, calls that a kernel
-does not take, and derivatives from the third order on. Transforms read from the outside in; a cell says what they need
-beside the value.
+**T** is a Triton kernel on CUDA tensors, **A** a kernel of ATen on CPU tensors, **C** a composition of other rows
+and of torch's functions, **R** the reference in plain torch, which serves the rest too: other devices, calls that a
+kernel does not take, and derivatives from the third order on. Read transforms from the outside in; a cell says what
+serves them beside the value.
 
 {kernels}
 
@@ -151,6 +149,14 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+def _alike(rows: Sequence[Sequence[str]]) -> list[list[str]]:
+    """The rows, in which operations that are alike share one."""
+    names: dict[tuple[str, ...], list[str]] = {}
+    for name, *cells in rows:
+        names.setdefault(tuple(cells), []).append(name)
+    return [[", ".join(found), *cells] for cells, found in names.items()]
+
+
 def _same_or_each(what: str, of: dict[str, str]) -> str:
     """The common values, said once; of those that differ, each."""
     first = max(of.values(), key=list(of.values()).count)
@@ -172,7 +178,7 @@ def _differentiated(case: Op) -> list[str]:
 
 def page() -> str:
     """docs/reference/support.md."""
-    kernels, arguments, looped, cast, dtypes = [], [], [], [], {}
+    kernels, arguments, looped, cast, dtypes, layouts = [], [], [], [], {}, set()
     modes: list[str] = []
     for name, function, x, case in operations():
         found, ops = cells(function, x)
@@ -183,48 +189,37 @@ def page() -> str:
         if case is not None:
             dtypes[name] = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
             samples = [*case.samples, *case.large]
-            layouts = dict.fromkeys(sample.layout for sample in samples)
+            layouts |= {sample.layout for sample in samples}
             mixed = "yes" if any(sample.mixed for sample in samples) else ""
             absent = dict.fromkeys(argument for sample in samples for argument in sample.absent)
-            arguments.append(
-                [name, ", ".join(_differentiated(case)), ", ".join(absent), mixed, ", ".join(sorted(layouts))]
-            )
-    vmap = f"samples one by one in {', '.join(looped)}, and a rule of all others" if looped else "a rule of all"
+            arguments.append([name, ", ".join(_differentiated(case)), ", ".join(sorted(absent)), mixed])
+    vmap = f"samples one by one in {', '.join(looped)}, and a rule of the others" if looped else "whole batches"
     notes = (
-        f"`vmap` takes {vmap}. Under CUDA's autocast dtypes are chosen as torch chooses them for {', '.join(cast)}; "
-        "the others take what they are given. Under `torch.compile` the graph of CUDA tensors of fixed sizes has "
-        "the Triton kernels; elsewhere each primitive is one operator of the graph."
+        f"`vmap` takes {vmap}. CUDA's autocast casts as in torch for {', '.join(cast)}, and leaves the others alone. "
+        "`torch.compile` has the Triton kernels in graphs of CUDA tensors of fixed sizes; in others each primitive is "
+        "one operator."
     )
-    layouts = (
-        f"{_same_or_each('All take', dtypes)}, and any strides; in these layouts values and derivatives of two orders "
-        "are tested on every backend (`tests/test_records.py`)."
+    text = (
+        f"{_same_or_each('All take', dtypes)}, and any strides. `tests/test_records.py` compares values and "
+        f"derivatives of two orders on every backend, in the layouts of each record: {', '.join(sorted(layouts))}."
     )
-    head = ["operation", "derivatives in", "may be absent", "float32 beside half", "layouts"]
+    head = ["operations", "derivatives in", "may be absent", "float32 beside half"]
     return TEXT.format(
-        functions=functions_table(),
-        kernels=_table(["operation", *modes], kernels),
+        modules=modules_table(),
+        kernels=_table(["operations", *modes], _alike(kernels)),
         notes=textwrap.fill(notes, 128, break_on_hyphens=False),
-        layouts=textwrap.fill(layouts, 128, break_on_hyphens=False),
-        arguments=_table(head, arguments),
+        layouts=textwrap.fill(text, 128, break_on_hyphens=False),
+        arguments=_table(head, _alike(arguments)),
     )
 
 
-def _sentence(function: Callable[..., Any]) -> str:
-    text = " ".join(inspect.cleandoc(function.__doc__ or "").split("\n\n")[0].split())
-    return text[:1].lower() + text[1:].removesuffix(".")
-
-
-def functions_table() -> str:
-    """Every function, its module, and what it computes."""
+def modules_table() -> str:
+    """The functions that modules have, and these."""
     modules: dict[str, list[str]] = {}
     for name in pr.nn.__all__:
         for function in re.findall(r"`primitives\.functional\.(\w+)`", getattr(pr.nn, name).__doc__ or "")[:1]:
-            modules.setdefault(function, []).append(f"`{name}`")
-    rows = [
-        [f"`{name}`", ", ".join(modules.get(name, [])), _sentence(getattr(pr.functional, name))]
-        for name in public_functions()
-    ]
-    return _table(["function", "modules", "computes"], rows)
+            modules.setdefault(f"`{function}`", []).append(f"`{name}`")
+    return _table(["function", "modules"], [[name, ", ".join(found)] for name, found in modules.items()])
 
 
 def main() -> None:
