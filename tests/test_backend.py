@@ -1,13 +1,11 @@
 """Choosing the backend, and life without Triton."""
 
-import contextlib
 import importlib.util
 import os
 import pathlib
 import subprocess
 import sys
 import textwrap
-import warnings
 
 import pytest
 import torch
@@ -80,17 +78,6 @@ def test_use_backend_nests_and_restores():
 
     with pytest.raises(Exception, match="the backend cannot change inside a compiled function"):
         torch.compile(compiled, backend="eager", fullgraph=True)(torch.zeros(3))
-
-
-def test_a_setting_that_selects_nothing_warns():
-    """Code that was meant to set the backend of the process must not leave it as it is without a word."""
-    with pytest.warns(RuntimeWarning, match="use_backend: nothing runs on 'reference'"):
-        pr.use_backend("reference")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        pr.use_backend("reference")(lambda: None)
-        with pr.use_backend("reference"), contextlib.suppress(ValueError):
-            pr.use_backend("cuda")
 
 
 CONTEXTS = {

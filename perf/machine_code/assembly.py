@@ -1,4 +1,4 @@
-"""The resources of a compiled kernel: registers, spills, shared memory, and widths of its accesses to each tensor."""
+"""The resources of a compiled kernel: registers, spills, widths of its accesses, loads under way in its loops."""
 
 from __future__ import annotations
 
@@ -152,3 +152,24 @@ def _type_bytes(text: str) -> int:
         raise ValueError(f"accesses: a type of LLVM is needed, got {text!r}.")
     count, base, bits = match.groups()
     return int(count or 1) * (_TYPE_BITS.get(base) or int(bits)) // 8
+
+
+# A loop without another one inside; its end is indented as it is.
+_LOOP = re.compile(r"^( *)(?:\S.*)?scf\.for (?:(?!scf\.for )[^\0])*?^\1\}", re.MULTILINE)
+_LOADED = re.compile(r"(%[\w.-]+) = (?:tt\.load|amdg\.buffer_load|ttg\.async_copy_global_to_local) ")
+
+
+def loads_ahead(chip_name: str, ttgir: str) -> str:
+    """For each innermost loop that loads, how much is under way when a step waits for its own, or `-` where nothing is.
+
+    On NVIDIA these are groups of copies to shared memory; on AMD loads whose values the next step takes.
+    """
+    found = []
+    for body in (match.group() for match in _LOOP.finditer(ttgir)):
+        loaded = set(_LOADED.findall(body))
+        ahead = [int(number) for number in re.findall(r"ttg\.async_wait .*\{num = (\d+)", body)]
+        if is_amd(chip_name):
+            taken = loaded.intersection(re.findall(r"%[\w.-]+", " ".join(re.findall(r"scf\.yield (.*)", body))))
+            ahead = [len(taken)] if taken else []
+        found += [str(min(ahead)) if ahead else "-"] * bool(loaded)
+    return " ".join(found)

@@ -8,18 +8,15 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import dataclasses
 import hashlib
-import itertools
 import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
 
-from perf.machine_code.assembly import accesses, is_amd, unseen_pointers, usage
+from perf.machine_code.assembly import accesses, loads_ahead, unseen_pointers, usage
 from perf.machine_code.cases import cases
-from perf.machine_code.listing import listings, regions
 from perf.machine_code.sources import source_text
 from perf.machine_code.table import Row
 from primitives.kernels.batch_norm._plan import channel_programs
@@ -29,7 +26,7 @@ from primitives.kernels.runtime.limits import limits_of
 from primitives.testing._ptx.launching import StandInDriver
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterator
 
     from perf.ops.workload import Workload
 
@@ -149,11 +146,8 @@ def described_calls(
                 yield case_name, list(launches)
 
 
-def try_compile(chip_name: str, launch: Launch, case: str) -> tuple[Row, Any] | str:
-    """The row of a launch, but for its regions, and the compiled kernel; or what the compiler complains of.
-
-    It has many ways to fail, and the others are to go on.
-    """
+def try_compile(chip_name: str, launch: Launch, case: str) -> Row | str:
+    """The row of a launch, or what the compiler complains of: it has many ways to fail, and the others are to go on."""
     try:
         compiled = launch.kernel.warmup(*launch.args, grid=launch.grid, **launch.constants)
         registers, spills, local_bytes = usage(chip_name, compiled)
@@ -162,21 +156,8 @@ def try_compile(chip_name: str, launch: Launch, case: str) -> tuple[Row, Any] | 
         return f"{chip_name} {launch.kernel.__name__} ({case}): {type(error).__name__}: {error}"
     num_warps, shared_bytes = compiled.metadata.num_warps, compiled.metadata.shared
     used = (num_warps, registers, launch.register_budget, spills, local_bytes, shared_bytes)
-    return Row(launch.kernel.__name__, case, *used, loads, stores, narrow, "", launch.key), compiled
-
-
-def whole_rows(chip_name: str, made: Mapping[str, tuple[Row, Any] | str]) -> dict[str, Row | str]:
-    """Of what `try_compile` made of launches: rows with their regions, and complaints."""
-    pairs = {key: each for key, each in made.items() if not isinstance(each, str)}
-    has_listing = pairs and not is_amd(chip_name)
-    codes = listings(chip_name, [compiled.asm["cubin"] for _, compiled in pairs.values()]) if has_listing else []
-    found: dict[str, Row | str] = {key: each for key, each in made.items() if isinstance(each, str)}
-    for (key, (row, compiled)), code in itertools.zip_longest(pairs.items(), codes):
-        try:
-            found[key] = dataclasses.replace(row, regions="; ".join(map(str, regions(compiled, code))))
-        except ValueError as error:
-            found[key] = f"{chip_name} {row.kernel} ({row.case}): {error}"
-    return found
+    ahead = loads_ahead(chip_name, compiled.asm["ttgir"])
+    return Row(launch.kernel.__name__, case, *used, loads, stores, narrow, ahead, launch.key)
 
 
 def _global_accesses(launch: Launch, llvm_ir: str) -> tuple[str, str, int]:

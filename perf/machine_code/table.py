@@ -12,8 +12,6 @@ import pathlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from perf.machine_code.listing import Region
-
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -39,7 +37,7 @@ class Row:
         stores: Likewise.
         narrow: How many of these are narrower than size and alignment of their tensor allow, and how many large tensors
             are used in a way that is neither.
-        regions: The code outside of loops, then the loops, as `listing.Region` writes them.
+        ahead: For each loop that loads, how much is under way when a step waits for its own, as `loads_ahead` has it.
         key: Hash of all that the code depends on.
     """
 
@@ -54,17 +52,13 @@ class Row:
     loads: str
     stores: str
     narrow: int
-    regions: str
+    ahead: str
     key: str
 
     def summary(self) -> str:
         """Its first figures for a reader, in a line."""
         used = f"{self.registers} of {self.register_budget} registers, {self.spills} spilled, {self.num_warps} warps"
         return f"{self.kernel} ({self.case}): {used}, loads {self.loads or 'none'}, stores {self.stores or 'none'}"
-
-    def parsed_regions(self) -> list[Region]:
-        """`regions`, read."""
-        return [Region.parse(text) for text in self.regions.split("; ")]
 
 
 FIELDS: dict[str, Any] = {field.name: int if field.type == "int" else str for field in dataclasses.fields(Row)}

@@ -42,14 +42,14 @@ def walk_chip(chip: str, op: str | None = None) -> Keys:
 def compile_keys(chip: str, wanted: Keys) -> dict[str, Row | str]:
     """By key the rows of those that are wanted, or what the compiler complains of."""
     with _own_cache():
-        from perf.machine_code.compiling import described_calls, try_compile, whole_rows
+        from perf.machine_code.compiling import described_calls, try_compile
 
-        made = {}
+        made: dict[str, Row | str] = {}
         for case, launches in described_calls(chip, {case for _, case in wanted.values()}):
             for launch in launches:
                 if launch.key in wanted and launch.key not in made:
                     made[launch.key] = try_compile(chip, launch, case)
-        return whole_rows(chip, made)
+        return made
 
 
 @contextlib.contextmanager

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
-import warnings
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,8 +20,6 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 __all__ = ["current_backend", "guard_on_backend", "trace_kernel", "triton_kernels_module", "use_backend"]
-
-_Function = TypeVar("_Function", bound="Callable[..., Any]")
 
 BACKENDS = ("auto", "triton", "reference")
 ENVIRONMENT_VARIABLE = "PRIMITIVES_BACKEND"
@@ -66,7 +63,7 @@ class use_backend(Decorates):  # noqa: N801 - used like a function, as contextli
     `"auto"` runs Triton kernels on CUDA (ROCm included), kernels made of ATen's on the CPU, and the reference where
     there are none; `"triton"` also runs Triton's on CPU tensors, in its interpreter, and raises where that is off;
     `"reference"` runs plain torch everywhere.
-    The setting belongs to the process: threads share it.
+    The setting belongs to the process: threads share it. `PRIMITIVES_BACKEND` in the environment selects the first one.
 
     Args:
         name: `"auto"`, `"triton"` or `"reference"`.
@@ -74,10 +71,6 @@ class use_backend(Decorates):  # noqa: N801 - used like a function, as contextli
     Raises:
         ValueError: If `name` is none of these.
         BackendError: Inside a function that is being compiled.
-
-    Warns:
-        RuntimeWarning: If it is neither entered nor decorates anything, and so selects nothing. `PRIMITIVES_BACKEND` in
-            the environment selects the backend of a whole process.
 
     Example:
         >>> import primitives as pr, torch
@@ -89,7 +82,6 @@ class use_backend(Decorates):  # noqa: N801 - used like a function, as contextli
     def __init__(self, name: str) -> None:
         self.name: str = _checked(name, "use_backend")
         self._previous: list[str] = []
-        self._is_unused = True
 
     def __enter__(self) -> None:
         if torch.compiler.is_dynamo_compiling():
@@ -98,27 +90,12 @@ class use_backend(Decorates):  # noqa: N801 - used like a function, as contextli
                 "Put the context manager around the call of the compiled function."
             )
         global selected
-        self._is_unused = False
         self._previous.append(selected)
         selected = self.name
 
     def __exit__(self, *exc_info: object) -> None:
         global selected
         selected = self._previous.pop()
-
-    def __call__(self, function: _Function) -> _Function:
-        """`function`, run inside the context."""
-        self._is_unused = False
-        return super().__call__(function)
-
-    def __del__(self) -> None:
-        if getattr(self, "_is_unused", False):
-            warnings.warn(
-                f"use_backend: nothing runs on {self.name!r}, as this was neither entered nor used as a decorator. "
-                f"Write `with use_backend({self.name!r}):`, or set {ENVIRONMENT_VARIABLE} for the whole process.",
-                RuntimeWarning,
-                stacklevel=2,
-            )
 
 
 def triton_kernels_module(name: str) -> ModuleType:
