@@ -105,16 +105,9 @@ def _num_splits(num_tiles: int, num_blocks: int, most: int, slots: int) -> int:
 
 
 def _plan_channels(
-    sizes: tuple[int, int, int, int],
-    spatial_inner: bool,
-    align: int,
-    itemsize: int,
-    tile: int,
-    slots: int,
-    chip: Chip,
-    num_stages: int = 1,
-    least_tiles: float = 1,
-) -> ChannelPlan:
+    sizes: tuple[int, int, int, int], spatial_inner: bool, align: int, itemsize: int, tile: int, slots: int,
+    chip: Chip, num_stages: int = 1, least_tiles: float = 1,
+) -> ChannelPlan:  # fmt: skip
     """Cut `[groups, samples, channels, spatial]` into tiles of at most `tile` elements for `slots` programs.
 
     Each program has `least_tiles` tiles if there are as many, and each processor two programs.
@@ -179,14 +172,9 @@ def channel_programs(
 
 @planned(channel_candidates)
 def plan_channel_sums(
-    sizes: tuple[int, int, int, int],
-    spatial_inner: bool,
-    align: int,
-    itemsize: int,
-    device: torch.device | Chip,
-    num_inputs: int,
-    statistics: bool = False,
-) -> ChannelPlan:
+    sizes: tuple[int, int, int, int], spatial_inner: bool, align: int, itemsize: int, device: torch.device | Chip,
+    num_inputs: int, statistics: bool = False,
+) -> ChannelPlan:  # fmt: skip
     """Plan for a kernel that sums `num_inputs` tensors `[groups, samples, channels, spatial]` per channel."""
     chip = chip_of(device)
     tile = limits_of(chip).channel_tile_bytes // max(itemsize, 4)

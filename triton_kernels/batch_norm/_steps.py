@@ -68,15 +68,9 @@ def new_channels(x: Tensor, batch_ndim: int, dtype: torch.dtype) -> Tensor:
 
 
 def derivatives(
-    x: Tensor,
-    operands: Operands,
-    params: Params,
-    want: Results,
-    batch_ndim: int,
-    dtype: torch.dtype | None = None,
-    eps: float | None = None,
-    relu: Relu = _NO_RELU,
-) -> Results:
+    x: Tensor, operands: Operands, params: Params, want: Results, batch_ndim: int, dtype: torch.dtype | None = None,
+    eps: float | None = None, relu: Relu = _NO_RELU,
+) -> Results:  # fmt: skip
     """The wanted results, empty tensors for the others; `dtype` is that of cotangents of weight and bias.
 
     Of the operands only those are read that the wanted results take. With `eps`, the statistics are given: a mean and a
@@ -117,16 +111,9 @@ def derivatives(
 
 
 def forward(
-    x: Tensor,
-    x_dot: Tensor | None,
-    params: tuple[Tensor | None, ...],
-    running: tuple[Tensor | None, Tensor | None],
-    batch_ndim: int,
-    momentum: float,
-    eps: float,
-    has_tangent: bool,
-    relu: Relu = _NO_RELU,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    x: Tensor, x_dot: Tensor | None, params: tuple[Tensor | None, ...], running: tuple[Tensor | None, Tensor | None],
+    batch_ndim: int, momentum: float, eps: float, has_tangent: bool, relu: Relu = _NO_RELU,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """`(y, mean, rstd, new_running_mean, new_running_var, y_dot)`, the last one empty without a tangent."""
     acc_dtype = accumulation_dtype(x.dtype)
     if x.numel() == 0:

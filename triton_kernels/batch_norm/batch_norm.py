@@ -82,17 +82,9 @@ __all__ = [
 
 @tunable
 def batch_norm_train_fwd(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    batch_ndim: int,
-    momentum: float,
-    eps: float,
-    residual: Tensor | None = None,
-    relu: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor | None, running_var: Tensor | None,
+    batch_ndim: int, momentum: float, eps: float, residual: Tensor | None = None, relu: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Batch norm with the statistics of `x`: y, mean and rstd in the dtype of sums, the new running mean and variance.
 
     Without elements, mean and rstd are 0 and the running statistics stay.
@@ -103,21 +95,11 @@ def batch_norm_train_fwd(
 
 @tunable
 def batch_norm_train_fwd_jvp(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    x_dot: Tensor | None,
-    weight_dot: Tensor | None,
-    bias_dot: Tensor | None,
-    batch_ndim: int,
-    momentum: float,
-    eps: float,
-    residual: Tensor | None = None,
-    residual_dot: Tensor | None = None,
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor | None, running_var: Tensor | None,
+    x_dot: Tensor | None, weight_dot: Tensor | None, bias_dot: Tensor | None,
+    batch_ndim: int, momentum: float, eps: float, residual: Tensor | None = None, residual_dot: Tensor | None = None,
     relu: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Results of `batch_norm_train_fwd`, and y_dot, in one sweep for all sums and one that writes both."""
     params, running = (weight, bias, weight_dot, bias_dot), (running_mean, running_var)
     after = Relu(None, residual, residual_dot, relu)
@@ -126,29 +108,17 @@ def batch_norm_train_fwd_jvp(
 
 @tunable
 def batch_norm_train_bwd(
-    y_bar: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
-    batch_ndim: int,
-    wanted: Sequence[bool],
-    y: Tensor | None = None,
-) -> tuple[Tensor, ...]:
+    y_bar: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor,
+    batch_ndim: int, wanted: Sequence[bool], y: Tensor | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """Cotangents of `x`, weight and bias for batch norm with the statistics of `x`."""
     return _cotangents(("weight_bar", "bias_bar"), y_bar, x, Params(mean, rstd, weight), batch_ndim, wanted, y)
 
 
 def _cotangents(
-    per_channel: Sequence[str],
-    y_bar: Tensor,
-    x: Tensor,
-    params: Params,
-    batch_ndim: int,
-    wanted: Sequence[bool],
-    y: Tensor | None,
-    eps: float | None = None,
-) -> tuple[Tensor, ...]:
+    per_channel: Sequence[str], y_bar: Tensor, x: Tensor, params: Params, batch_ndim: int, wanted: Sequence[bool],
+    y: Tensor | None, eps: float | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """Cotangents of `x`, of a residual where there is a ReLU, and these."""
     names = ("x_bar", *["residual_bar"] * (y is not None), *per_channel)
     want = Results(**dict(zip(names, wanted, strict=True)))
@@ -159,17 +129,10 @@ def _cotangents(
 
 @tunable
 def batch_norm_train_jvp(
-    x: Tensor,
-    weight: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
-    x_dot: Tensor | None,
-    weight_dot: Tensor | None,
-    bias_dot: Tensor | None,
-    batch_ndim: int,
-    y: Tensor | None = None,
-    residual_dot: Tensor | None = None,
-) -> Tensor:
+    x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor,
+    x_dot: Tensor | None, weight_dot: Tensor | None, bias_dot: Tensor | None,
+    batch_ndim: int, y: Tensor | None = None, residual_dot: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Tangent of y for batch norm with the statistics of `x`."""
     params, relu = Params(mean, rstd, weight, None, weight_dot, bias_dot), Relu(y, None, residual_dot)
     return derivatives(x, Operands(None, x, x_dot), params, Results(y_dot=True), batch_ndim, relu=relu).y_dot
@@ -177,16 +140,9 @@ def batch_norm_train_jvp(
 
 @tunable
 def batch_norm_eval_fwd(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor,
-    running_var: Tensor,
-    batch_ndim: int,
-    eps: float,
-    residual: Tensor | None = None,
-    relu: bool = False,
-) -> Tensor:
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor, running_var: Tensor,
+    batch_ndim: int, eps: float, residual: Tensor | None = None, relu: bool = False,
+) -> Tensor:  # fmt: skip
     """Batch norm with given statistics: y."""
     params, after = Params(running_mean, running_var, weight, bias), Relu(None, residual, None, relu)
     return derivatives(x, Operands(x=x), params, Results(y=True), batch_ndim, eps=eps, relu=after).y
@@ -194,16 +150,9 @@ def batch_norm_eval_fwd(
 
 @tunable
 def batch_norm_eval_bwd(
-    y_bar: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    running_mean: Tensor,
-    running_var: Tensor,
-    batch_ndim: int,
-    eps: float,
-    wanted: Sequence[bool],
-    y: Tensor | None = None,
-) -> tuple[Tensor, ...]:
+    y_bar: Tensor, x: Tensor, weight: Tensor | None, running_mean: Tensor, running_var: Tensor,
+    batch_ndim: int, eps: float, wanted: Sequence[bool], y: Tensor | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """Cotangents of x, weight, bias, mean and variance for batch norm with given statistics."""
     names, params = ("weight_bar", "bias_bar", "mean_bar", "var_bar"), Params(running_mean, running_var, weight)
     return _cotangents(names, y_bar, x, params, batch_ndim, wanted, y, eps)
@@ -211,20 +160,11 @@ def batch_norm_eval_bwd(
 
 @tunable
 def batch_norm_eval_jvp(
-    x: Tensor,
-    weight: Tensor | None,
-    running_mean: Tensor,
-    running_var: Tensor,
-    x_dot: Tensor | None,
-    weight_dot: Tensor | None,
-    bias_dot: Tensor | None,
-    running_mean_dot: Tensor | None,
+    x: Tensor, weight: Tensor | None, running_mean: Tensor, running_var: Tensor,
+    x_dot: Tensor | None, weight_dot: Tensor | None, bias_dot: Tensor | None, running_mean_dot: Tensor | None,
     running_var_dot: Tensor | None,
-    batch_ndim: int,
-    eps: float,
-    y: Tensor | None = None,
-    residual_dot: Tensor | None = None,
-) -> Tensor:
+    batch_ndim: int, eps: float, y: Tensor | None = None, residual_dot: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Tangent of y for batch norm with given statistics."""
     dots = (weight_dot, bias_dot, running_mean_dot, running_var_dot)
     params, relu = Params(running_mean, running_var, weight, None, *dots), Relu(y, None, residual_dot)
@@ -233,17 +173,10 @@ def batch_norm_eval_jvp(
 
 @tunable
 def batch_norm_pairing(
-    y_bar: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
-    x_dot: Tensor | None,
-    weight_dot: Tensor | None,
-    bias_dot: Tensor | None,
-    batch_ndim: int,
-    wanted: Sequence[bool],
-) -> tuple[Tensor, ...]:
+    y_bar: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor,
+    x_dot: Tensor | None, weight_dot: Tensor | None, bias_dot: Tensor | None,
+    batch_ndim: int, wanted: Sequence[bool],
+) -> tuple[Tensor, ...]:  # fmt: skip
     """Gradient of the pairing of a cotangent with a tangent of the output of batch norm in training.
 
     Returns:
@@ -267,17 +200,10 @@ def batch_norm_pairing(
 
 @tunable
 def batch_norm_bwd_jvp(
-    y_bar: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
-    y_bar_dot: Tensor | None,
-    x_dot: Tensor | None,
-    weight_dot: Tensor | None,
-    batch_ndim: int,
-    wanted: Sequence[bool],
-) -> tuple[Tensor, ...]:
+    y_bar: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor,
+    y_bar_dot: Tensor | None, x_dot: Tensor | None, weight_dot: Tensor | None,
+    batch_ndim: int, wanted: Sequence[bool],
+) -> tuple[Tensor, ...]:  # fmt: skip
     """Tangents `(x_bar_dot, weight_bar_dot, bias_bar_dot)` of the cotangents that `batch_norm_train_bwd` computes."""
     x_bar_dot, weight_bar_dot, bias_bar_dot = wanted
     want = Results(x_bar_dot=x_bar_dot, weight_bar_dot=weight_bar_dot, bias_bar_dot=bias_bar_dot)

@@ -52,14 +52,9 @@ def _numbers(x: Tensor, dim: int, smoothing: float) -> dict[str, Any]:
 
 
 def _launch_sums(
-    x: Tensor,
-    target: Tensor,
-    x_dot: Tensor | None,
-    target_dot: Tensor | None,
-    dim: int,
-    smoothing: float,
+    x: Tensor, target: Tensor, x_dot: Tensor | None, target_dot: Tensor | None, dim: int, smoothing: float,
     names: Sequence[str],
-) -> list[Tensor]:
+) -> list[Tensor]:  # fmt: skip
     """The named numbers of each row."""
     shape, dtype = (*x.shape[:dim], *x.shape[dim + 1 :]), accumulation_dtype(x.dtype)
     results = {name: torch.empty(shape, dtype=dtype, device=x.device) for name in names}
@@ -127,16 +122,9 @@ def cross_entropy_jvp(
 
 
 def _launch_gradient(
-    x: Tensor,
-    target: Tensor,
-    lse: Tensor,
-    x_dot: Tensor | None,
-    target_dot: Tensor | None,
-    dim: int,
-    smoothing: float,
-    bars: Mapping[str, Tensor | None],
-    results: Sequence[bool],
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, target: Tensor, lse: Tensor, x_dot: Tensor | None, target_dot: Tensor | None, dim: int,
+    smoothing: float, bars: Mapping[str, Tensor | None], results: Sequence[bool],
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     inputs, label = _operands(x, target, x_dot, target_dot)
     x_bar = torch.empty(x.shape, dtype=x.dtype, device=x.device) if results[0] else None
     target_bar = None
@@ -160,15 +148,9 @@ def _launch_gradient(
 
 @tunable
 def cross_entropy_bwd(
-    loss_bar: Tensor | None,
-    lse_bar: Tensor | None,
-    x: Tensor,
-    target: Tensor,
-    lse: Tensor,
-    dim: int,
-    smoothing: float,
-    wanted: Sequence[bool],
-) -> tuple[Tensor, Tensor]:
+    loss_bar: Tensor | None, lse_bar: Tensor | None, x: Tensor, target: Tensor, lse: Tensor,
+    dim: int, smoothing: float, wanted: Sequence[bool],
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Cotangents of `x` and `target` by those of the results of `cross_entropy_fwd`, of which None is zero.
 
     They have the shapes and dtypes of the arguments; one that is not wanted is empty, as that of labels always is.
@@ -179,19 +161,10 @@ def cross_entropy_bwd(
 
 @tunable
 def cross_entropy_bwd_jvp(
-    loss_bar: Tensor | None,
-    lse_bar: Tensor | None,
-    x: Tensor,
-    target: Tensor,
-    lse: Tensor,
-    loss_bar_dot: Tensor | None,
-    lse_bar_dot: Tensor | None,
-    x_dot: Tensor | None,
-    target_dot: Tensor | None,
-    dim: int,
-    smoothing: float,
-    wanted: Sequence[bool],
-) -> tuple[Tensor, Tensor]:
+    loss_bar: Tensor | None, lse_bar: Tensor | None, x: Tensor, target: Tensor, lse: Tensor,
+    loss_bar_dot: Tensor | None, lse_bar_dot: Tensor | None, x_dot: Tensor | None, target_dot: Tensor | None,
+    dim: int, smoothing: float, wanted: Sequence[bool],
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The tangents of the results of `cross_entropy_bwd`, for those of its arguments; None for zero."""
     bars = {"u": loss_bar, "v": lse_bar, "u_dot": loss_bar_dot, "v_dot": lse_bar_dot}
     return _launch_gradient(x, target, lse, x_dot, target_dot, dim, smoothing, bars, wanted)

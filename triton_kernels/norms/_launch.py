@@ -137,14 +137,9 @@ def plan_rows(operands: Operands, sums: RowSums, num_held: int | None = None) ->
 
 
 def forward(
-    kernels: Mapping[tuple[bool, Any], Kernel],
-    norm: Norm,
-    full_size: Tensors,
-    params: Tensors,
-    outputs: Tensors,
-    eps: float,
-    then: Any = None,
-) -> tuple[Tensor, Tensor]:
+    kernels: Mapping[tuple[bool, Any], Kernel], norm: Norm, full_size: Tensors, params: Tensors, outputs: Tensors,
+    eps: float, then: Any = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Fill the outputs, and return mean, empty of a norm that is not centered, and rstd.
 
     Args:
@@ -176,14 +171,9 @@ def forward(
 
 
 def jvp(
-    kernel: Kernel,
-    norm: Norm,
-    full_size: Tensors,
-    params: Tensors,
-    statistics: tuple[Tensor, Tensor],
-    outputs: Tensors,
-    silu: bool = False,
-) -> None:
+    kernel: Kernel, norm: Norm, full_size: Tensors, params: Tensors, statistics: tuple[Tensor, Tensor],
+    outputs: Tensors, silu: bool = False,
+) -> None:  # fmt: skip
     """Fill the outputs, tangents, of what was normalized, first of `full_size`, and of its tangents."""
     x, *tangents = full_size.values()
     assert x is not None  # noqa: S101 - for the type
@@ -211,15 +201,9 @@ class Backward(NamedTuple):
 
 
 def backward(
-    kernels: Backward,
-    norm: Norm,
-    full_size: Tensors,
-    params: Tensors,
-    statistics: tuple[Tensor, Tensor],
-    outputs: Tensors,
-    wanted: Sequence[bool],
-    silu: bool = False,
-) -> tuple[Tensor, Tensor]:
+    kernels: Backward, norm: Norm, full_size: Tensors, params: Tensors, statistics: tuple[Tensor, Tensor],
+    outputs: Tensors, wanted: Sequence[bool], silu: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Fill the outputs, cotangents of rows, and return those of weight and bias, empty where they are not wanted.
 
     They are in the dtype of the weight, or in that of sums without one. `full_size` has y_bar, then what was

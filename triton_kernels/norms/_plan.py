@@ -30,16 +30,9 @@ LAYER_NORM_MAX_SEGMENTS = 64
 
 @planned(row_candidates)
 def plan_layer_norm_rows(
-    num_segments: int,
-    num_rows: int,
-    num_cols: int,
-    itemsize: int,
-    num_operands: int,
-    num_summed: int,
-    num_sums: int,
-    device: torch.device | Chip,
-    is_aligned: bool = True,
-) -> RowPlan:
+    num_segments: int, num_rows: int, num_cols: int, itemsize: int, num_operands: int, num_summed: int, num_sums: int,
+    device: torch.device | Chip, is_aligned: bool = True,
+) -> RowPlan:  # fmt: skip
     """Plan of a kernel whose programs own whole rows and sum nothing over rows: forward, JVP, x_bar alone."""
     chip = chip_of(device)
     limits = limits_of(chip)
@@ -64,14 +57,9 @@ def plan_layer_norm_rows(
 
 @planned(sum_candidates)
 def plan_layer_norm_params(
-    num_segments: int,
-    num_rows: int,
-    num_cols: int,
-    itemsize: int,
-    device: torch.device | Chip,
-    is_aligned: bool = True,
-    has_noise: bool = False,
-) -> SumPlan:
+    num_segments: int, num_rows: int, num_cols: int, itemsize: int, device: torch.device | Chip,
+    is_aligned: bool = True, has_noise: bool = False,
+) -> SumPlan:  # fmt: skip
     """Plan of a backward pass that sums weight_bar or bias_bar over the `num_rows` rows of each segment.
 
     With noise, whose words take up to 40 registers beside the sums, fewer programs fit, and half as many columns.

@@ -62,14 +62,9 @@ def _stages(step_bytes: int, is_wide: bool, programs: int, chip: Chip) -> int:
 
 @planned(row_candidates)
 def plan_layer_norm_second_rows(
-    num_segments: int,
-    num_rows: int,
-    num_cols: int,
-    itemsize: int,
-    num_operands: int,
-    device: torch.device | Chip,
+    num_segments: int, num_rows: int, num_cols: int, itemsize: int, num_operands: int, device: torch.device | Chip,
     is_aligned: bool = True,
-) -> RowPlan:
+) -> RowPlan:  # fmt: skip
     """Plan of the kernel of the second-order derivatives of layer norm that sums nothing over rows."""
     chip = chip_of(device)
     limits = limits_of(chip)
@@ -90,16 +85,9 @@ def plan_layer_norm_second_rows(
 
 @planned(sum_candidates)
 def plan_layer_norm_second_sums(
-    num_segments: int,
-    num_rows: int,
-    num_cols: int,
-    itemsize: int,
-    num_operands: int,
-    num_sums: int,
-    num_params: int,
-    device: torch.device | Chip,
-    is_aligned: bool = True,
-) -> SumPlan:
+    num_segments: int, num_rows: int, num_cols: int, itemsize: int, num_operands: int, num_sums: int, num_params: int,
+    device: torch.device | Chip, is_aligned: bool = True,
+) -> SumPlan:  # fmt: skip
     """Plan of the kernel that sums the second-order derivatives of layer norm over the rows of each segment.
 
     `num_sums` are the sums over rows, up to three, and `num_params` the parameters that are read.

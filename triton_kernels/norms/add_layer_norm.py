@@ -34,18 +34,9 @@ __all__ = ["add_layer_norm_bwd", "add_layer_norm_fwd", "add_layer_norm_fwd_jvp",
 
 @tunable
 def add_layer_norm_fwd(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    seed: Tensor | None,
-    p: float,
-    norm_ndim: int,
-    batch_ndim: int,
-    eps: float,
-    centered: bool = True,
-    rounded: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, seed: Tensor | None,
+    p: float, norm_ndim: int, batch_ndim: int, eps: float, centered: bool = True, rounded: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Y, s, and the mean and rstd of s, the mean empty without `centered`; `rounded` as for `layer_norm_fwd`."""
     norm = Norm(norm_ndim, batch_ndim, centered, _PER_COLUMN, seed, p)
     full_size = {"x": x, "residual": residual, "x_dot": None, "residual_dot": None}
@@ -57,22 +48,11 @@ def add_layer_norm_fwd(
 
 @tunable
 def add_layer_norm_fwd_jvp(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    x_dot: Tensor | None,
-    residual_dot: Tensor | None,
-    weight_dot: Tensor | None,
-    bias_dot: Tensor | None,
+    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None,
+    x_dot: Tensor | None, residual_dot: Tensor | None, weight_dot: Tensor | None, bias_dot: Tensor | None,
     seed: Tensor | None,
-    p: float,
-    norm_ndim: int,
-    batch_ndim: int,
-    eps: float,
-    centered: bool = True,
-    rounded: bool = False,
-) -> tuple[Tensor, ...]:
+    p: float, norm_ndim: int, batch_ndim: int, eps: float, centered: bool = True, rounded: bool = False,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """Results of `add_layer_norm_fwd`, then y_dot and s_dot: all is read once."""
     norm = Norm(norm_ndim, batch_ndim, centered, _PER_COLUMN, seed, p)
     full_size = {"x": x, "residual": residual, "x_dot": x_dot, "residual_dot": residual_dot}
@@ -86,21 +66,11 @@ def add_layer_norm_fwd_jvp(
 
 @tunable
 def add_layer_norm_jvp(
-    s: Tensor,
-    weight: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
-    x_dot: Tensor | None,
-    residual_dot: Tensor | None,
-    weight_dot: Tensor | None,
-    bias_dot: Tensor | None,
+    s: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor,
+    x_dot: Tensor | None, residual_dot: Tensor | None, weight_dot: Tensor | None, bias_dot: Tensor | None,
     seed: Tensor | None,
-    p: float,
-    y_dtype: torch.dtype,
-    norm_ndim: int,
-    batch_ndim: int,
-    centered: bool = True,
-) -> tuple[Tensor, Tensor]:
+    p: float, y_dtype: torch.dtype, norm_ndim: int, batch_ndim: int, centered: bool = True,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Tangents of y, in `y_dtype`, and of s."""
     y_dot, s_dot = s.new_empty(s.shape, dtype=y_dtype), s.new_empty(s.shape)
     norm = Norm(norm_ndim, batch_ndim, centered, _PER_COLUMN, seed if x_dot is not None else None, p)
@@ -112,19 +82,10 @@ def add_layer_norm_jvp(
 
 @tunable
 def add_layer_norm_bwd(
-    y_bar: Tensor,
-    s_bar: Tensor | None,
-    s: Tensor,
-    weight: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
+    y_bar: Tensor, s_bar: Tensor | None, s: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor,
     seed: Tensor | None,
-    p: float,
-    norm_ndim: int,
-    batch_ndim: int,
-    wanted: Sequence[bool],
-    centered: bool = True,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    p: float, norm_ndim: int, batch_ndim: int, wanted: Sequence[bool], centered: bool = True,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Cotangents of x, in the dtype of y_bar, of the residual, and of weight and bias as from `layer_norm_bwd`."""
     want_x, want_residual, *want_params = wanted
     norm = Norm(norm_ndim, batch_ndim, centered, _PER_COLUMN, seed if want_x else None, p)

@@ -42,17 +42,10 @@ __all__ = ["layer_norm_bwd", "layer_norm_fwd", "layer_norm_fwd_jvp", "layer_norm
 
 @tunable
 def layer_norm_fwd(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    norm_ndim: int,
-    batch_ndim: int,
-    eps: float,
-    centered: bool = True,
-    rounded: bool = False,
-    grouped: int = 0,
+    x: Tensor, weight: Tensor | None, bias: Tensor | None,
+    norm_ndim: int, batch_ndim: int, eps: float, centered: bool = True, rounded: bool = False, grouped: int = 0,
     silu: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Y, mean and rstd, the mean empty without `centered`.
 
     With `rounded`, x_hat of a float16 or bfloat16 `x` is rounded to its dtype before it is multiplied.
@@ -65,20 +58,11 @@ def layer_norm_fwd(
 
 @tunable
 def layer_norm_fwd_jvp(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    x_dot: Tensor | None,
-    weight_dot: Tensor | None,
-    bias_dot: Tensor | None,
-    norm_ndim: int,
-    batch_ndim: int,
-    eps: float,
-    centered: bool = True,
-    rounded: bool = False,
-    grouped: int = 0,
+    x: Tensor, weight: Tensor | None, bias: Tensor | None,
+    x_dot: Tensor | None, weight_dot: Tensor | None, bias_dot: Tensor | None,
+    norm_ndim: int, batch_ndim: int, eps: float, centered: bool = True, rounded: bool = False, grouped: int = 0,
     silu: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Results of `layer_norm_fwd`, and y_dot: x is read once for both; y alone takes a rounded x_hat."""
     norm, then = Norm(norm_ndim, batch_ndim, centered, ParamLayout(grouped)), _then(x, rounded, silu)
     params = {"weight": weight, "bias": bias, "weight_dot": weight_dot, "bias_dot": bias_dot}
@@ -94,20 +78,11 @@ def _then(x: Tensor, rounded: bool, silu: bool) -> Any:
 
 @tunable
 def layer_norm_jvp(
-    x: Tensor,
-    weight: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
-    x_dot: Tensor | None,
-    weight_dot: Tensor | None,
-    bias_dot: Tensor | None,
-    norm_ndim: int,
-    batch_ndim: int,
-    centered: bool = True,
-    grouped: int = 0,
-    bias: Tensor | None = None,
+    x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor,
+    x_dot: Tensor | None, weight_dot: Tensor | None, bias_dot: Tensor | None,
+    norm_ndim: int, batch_ndim: int, centered: bool = True, grouped: int = 0, bias: Tensor | None = None,
     silu: bool = False,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Tangent of y: `y_dot = P(x_dot) * weight + x_hat * weight_dot + bias_dot`."""
     norm = Norm(norm_ndim, batch_ndim, centered, ParamLayout(grouped))
     y_dot = norm.empty_like(x)
@@ -118,19 +93,10 @@ def layer_norm_jvp(
 
 @tunable
 def layer_norm_bwd(
-    y_bar: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
-    norm_ndim: int,
-    batch_ndim: int,
-    wanted: Sequence[bool],
-    centered: bool = True,
-    grouped: int = 0,
-    bias: Tensor | None = None,
-    silu: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
+    y_bar: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor,
+    norm_ndim: int, batch_ndim: int, wanted: Sequence[bool], centered: bool = True, grouped: int = 0,
+    bias: Tensor | None = None, silu: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Cotangents of x, weight and bias, those of parameters in the dtype of the weight, or of sums without one."""
     norm, (want_x, *want_params) = Norm(norm_ndim, batch_ndim, centered, ParamLayout(grouped)), wanted
     x_bar = norm.empty_like(x) if want_x else x.new_empty(0)

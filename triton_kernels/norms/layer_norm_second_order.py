@@ -50,20 +50,10 @@ _TERMS: Mapping[str, Sequence[tuple[str | None, Sequence[str]]]] = {
 
 @tunable
 def layer_norm_pairing(
-    y_bar: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
-    x_dot: Tensor | None,
-    weight_dot: Tensor | None,
-    bias_dot: Tensor | None,
-    norm_ndim: int,
-    batch_ndim: int,
-    wanted: Sequence[bool],
-    centered: bool = True,
-    grouped: int = 0,
-) -> tuple[Tensor, ...]:
+    y_bar: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor,
+    x_dot: Tensor | None, weight_dot: Tensor | None, bias_dot: Tensor | None,
+    norm_ndim: int, batch_ndim: int, wanted: Sequence[bool], centered: bool = True, grouped: int = 0,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """Gradient of `<y_bar, y_dot>`, y_dot as of `layer_norm_jvp`; zero where it does not depend on an argument.
 
     Returns:
@@ -79,20 +69,10 @@ def layer_norm_pairing(
 
 @tunable
 def layer_norm_bwd_jvp(
-    y_bar: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
-    y_bar_dot: Tensor | None,
-    x_dot: Tensor | None,
-    weight_dot: Tensor | None,
-    norm_ndim: int,
-    batch_ndim: int,
-    wanted: Sequence[bool],
-    centered: bool = True,
-    grouped: int = 0,
-) -> tuple[Tensor, ...]:
+    y_bar: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor,
+    y_bar_dot: Tensor | None, x_dot: Tensor | None, weight_dot: Tensor | None,
+    norm_ndim: int, batch_ndim: int, wanted: Sequence[bool], centered: bool = True, grouped: int = 0,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """Tangents `(x_bar_dot, weight_bar_dot, bias_bar_dot)` of what `layer_norm_bwd` computes; zero where none moves it.
 
     Those of parameters are in the dtype of the weight, or of `x` without one.

@@ -226,14 +226,9 @@ def sums_scratch(
 
 
 def launch_row_sums(
-    kernel: Kernel,
-    operands: Operands,
-    plan: SumPlan,
-    totals: Mapping[str, Tensor | None],
-    parts: Sequence[Tensor | None] | None,
-    num_groups: int,
-    sums: RowSums = NO_SUMS,
-) -> None:
+    kernel: Kernel, operands: Operands, plan: SumPlan, totals: Mapping[str, Tensor | None],
+    parts: Sequence[Tensor | None] | None, num_groups: int, sums: RowSums = NO_SUMS,
+) -> None:  # fmt: skip
     """Launch a kernel on `sums.row_sums_op`, and the sum of its partial rows, which `sums_scratch` has made.
 
     Totals are the sums over the rows of each of `num_groups` groups of segments, by the kernel's names of them; None

@@ -45,17 +45,9 @@ def _row_cols(itemsize: int, num_inputs: int, num_outputs: int, limits: Limits) 
 
 @planned(row_candidates)
 def plan_log_softmax(
-    sizes: tuple[int, int, int],
-    rows_adjacent: bool,
-    itemsize: int,
-    compute_itemsize: int,
-    num_inputs: int,
-    device: torch.device | Chip,
-    num_outputs: int = 1,
-    num_summed: int = 1,
-    num_sums: int = 1,
-    is_aligned: bool = True,
-) -> RowPlan:
+    sizes: tuple[int, int, int], rows_adjacent: bool, itemsize: int, compute_itemsize: int, num_inputs: int,
+    device: torch.device | Chip, num_outputs: int = 1, num_summed: int = 1, num_sums: int = 1, is_aligned: bool = True,
+) -> RowPlan:  # fmt: skip
     """Plan of a kernel that reduces `[segments, rows, columns]`, whose `sizes` these are, over the columns.
 
     With `rows_adjacent` it is the rows that are adjacent in memory, so that loads must run along them.
@@ -108,15 +100,9 @@ def plan_log_softmax(
 
 
 def _plan_adjacent_rows(
-    sizes: tuple[int, int, int],
-    itemsize: int,
-    compute_itemsize: int,
-    num_inputs: int,
-    num_outputs: int,
-    num_summed: int,
-    chip: Chip,
-    is_aligned: bool,
-) -> RowPlan:
+    sizes: tuple[int, int, int], itemsize: int, compute_itemsize: int, num_inputs: int, num_outputs: int,
+    num_summed: int, chip: Chip, is_aligned: bool,
+) -> RowPlan:  # fmt: skip
     limits = limits_of(chip)
     num_segments, num_rows, num_cols = sizes
     block_cols = next_power_of_2(num_cols)

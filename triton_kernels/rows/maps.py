@@ -186,15 +186,9 @@ class RowMapKernels:
         return x_bar_dot
 
     def _launch(
-        self,
-        role: str,
-        inputs: Mapping[str, Tensor | None],
-        outputs: Mapping[str, Tensor | None],
-        every: Sequence[Part],
-        parts: Sequence[Part],
-        given: Mapping[str, Any],
-        num_results: int = 0,
-    ) -> None:
+        self, role: str, inputs: Mapping[str, Tensor | None], outputs: Mapping[str, Tensor | None],
+        every: Sequence[Part], parts: Sequence[Part], given: Mapping[str, Any], num_results: int = 0,
+    ) -> None:  # fmt: skip
         sums = {place for part in parts for place in part.sums}
         summed = [name for name in inputs if any(name in part.summed for part in parts)]
         writes = [name for name in inputs if any(name in part.written for part in parts)]
