@@ -1,24 +1,8 @@
 """Attention: launchers of the forward, its tangent, its backward, and the derivatives of both.
 
-    S = scale * q k^T + bias,      lse = log(sum(exp(S))),      P = exp(S - lse),      o = (P.Z) v
-
-The kernels are in `_first_kernels` and `_second_kernels`. P is never stored, and nothing is added
-atomically: results are the same from run to run. All launchers take
-
-    q, k, v                     queries `[*batch, H, N, D]`, keys `[*batch, K, M, D]`, values `[*batch, K, M, E]`, H a
-                                multiple of K
-    bias                        added to the scores, broadcast to `[*batch, H, N, M]`; or None
-    o, lse                      results of the forward: `[*batch, H, N, E]` in the dtype of q, in memory `[*batch, N, H,
-                                E]`, and `[*batch, H, N]`
-    mask                        True where a row sees a key, broadcast like a bias; or None
-    seed, offset                keys of the noise, int64, over the first axes of the batch, None for no dropout; blocks
-                                to begin at, None for 0
-    scale, causal, dropout_p    factor of the products; whether row i sees the keys up to i alone; probability that a
-                                pair is dropped
-    wanted                      which results to compute; the others have no elements
-
-and tangents and cotangents, like what they belong to, or None for zero. They return None for widths above 256, of
-float64 above 128: no tile of them fits.
+Arguments and formulas are those of `primitives.ops.attention.attention`. P is never stored, and nothing is added
+atomically: results are the same from run to run. o lies in memory as `[*batch, N, H, E]`; tangents and cotangents that
+are None are zero. All launchers return None for widths above 256, of float64 above 128: no tile of them fits.
 """
 
 from __future__ import annotations

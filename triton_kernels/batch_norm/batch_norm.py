@@ -1,56 +1,25 @@
 """Launchers of batch norm, with the statistics of the batch or with running statistics, and of its second order.
 
-Those of first order also serve `y = max(batch_norm(x) + residual, 0)`, the end of a residual block.
+Arguments and formulas are those of `primitives.ops.norms`: `batch_norm`, `batch_norm_eval` and `formulas`. Launchers of
+first order also serve the end of a residual block, `max(batch_norm(x) + residual, 0)`, with `relu`, or for derivatives
+with y, what came out of the ReLU; the cotangent of the residual follows that of x.
 
-`x: [*batch, N, C, *spatial]` is normalized per channel over `N` and the spatial axes; parameters and statistics are
-`[*batch, C]`. With `x_hat = (x - mean) * rstd` and means over the elements of a channel, the derivative of `x_hat` in a
-direction `u` is
+Tensors may have any strides, and mix float16, bfloat16, float32 and float64. Results of full size have dtype and layout
+of `x`, the others are `[*batch, C]`, cotangents of parameters in the dtype of the weight, or without one in that of `x`
+or of sums; those that are not `wanted` are empty, and only what the others take is read. One kernel reads each operand
+once and sums, one merges the sums into coefficients and results per channel, one reads each operand once more and
+writes. With u~ for an operand minus its mean, A = mean(x_dot * x_hat), B = mean(y_bar * x_hat), D = mean(y_bar_dot *
+x_hat) and S = mean(y_bar * P(x_dot)) = rstd * (mean(y_bar~ * x_dot~) - A * B), the derivatives are
 
-    P(u) = rstd * (u - mean(u) - x_hat * mean(u * x_hat))       (training: mean and rstd follow x)
-    P(u) = rstd * (u - mean_dot - x_hat * rstd / 2 * var_dot)   (evaluation: they are arguments)
-
-P of training is symmetric:
-
-    y     = x_hat * weight + bias
-    y_dot = P(x_dot) * weight + x_hat * weight_dot + bias_dot
-    x_bar = P(y_bar) * weight,   weight_bar = sum(y_bar * x_hat),   bias_bar = sum(y_bar)
-
-Training reads x once for its statistics (y_bar or x_dot and x once for the two means of a derivative) and once for the
-transform. All launchers take
-
-    x, y_bar, x_dot, y_bar_dot    `[*batch, N, C, *spatial]`, any strides; a tangent that is None is 0
-    weight, bias, their tangents  `[*batch, C]`; a weight that is None is 1, a bias 0
-    mean, rstd                    `[*batch, C]`, of the forward
-    running_mean, running_var     `[*batch, C]`, never written; the variance is unbiased
-    batch_ndim                    number of leading batch axes, along which all of these differ
-    momentum                      weight of the new statistics in the running ones
-    wanted                        which results to compute; only what these take is read
-    relu; y                       whether a ReLU follows; for derivatives, what came out of it, without one None
-    residual, residual_dot        as x, added before the ReLU; None is 0. Its cotangent follows that of x
-
-of float16, bfloat16, float32 and float64, mixed as they come. Results of full size have dtype and layout of `x`, the
-others are `[*batch, C]`: cotangents of weight and bias in the dtype of the weight, or without one in that of `x` or of
-sums. Absent and unwanted tensors come back empty.
-
-In training, the backward and the jvp are the partial derivatives of the pairing of a cotangent with a tangent of y,
-`L = <y_bar, y_dot>`. Per channel, with u~ for an operand minus its mean, `x_hat = x~ * rstd` and
-
-    A = mean(x_dot * x_hat),  B = mean(y_bar * x_hat),  D = mean(y_bar_dot * x_hat)
-    P(u) = rstd * (u~ - x_hat * mean(u * x_hat)),  S = mean(y_bar * P(x_dot)) = rstd * (mean(y_bar~ * x_dot~) - A * B)
     scale = weight * rstd,  alpha = rstd * (weight_dot - scale * A),  beta = -scale * rstd * B
-
-the gradient of `L`, with the tangent of the vjp's results along (y_bar_dot, x_dot, weight_dot) beside it, is
-
     y_bar_bar  = scale * x_dot~ + alpha * x~ + bias_dot
     x_dot_bar  = scale * y_bar~ + beta * x~
     x_bar      = alpha * y_bar~ + beta * x_dot~ - rstd * (alpha * B + beta * A + scale * S) * x~
     x_bar_dot  = x_bar + scale * (y_bar_dot~ - D * x_hat)
-    weight_bar = sum(y_bar * P(x_dot)) = n * S,  weight_bar_dot = weight_bar + n * D
+    weight_bar = n * S,  weight_bar_dot = weight_bar + n * D
 
-No term assumes that the mean square of `x_hat` is 1, so eps enters through rstd alone. One kernel reads each operand
-once and sums, one merges the sums into the coefficients and the per-channel results, one reads each operand once more
-and writes. The mean of `y_bar~ * x_dot~` is a difference of means: two operands whose means are both large against
-their spread lose digits there.
+No term assumes that the mean square of `x_hat` is 1, so eps enters through rstd alone. The mean of `y_bar~ * x_dot~` is
+a difference of means: two operands whose means are both large against their spread lose digits there.
 """
 
 from __future__ import annotations
@@ -177,12 +146,7 @@ def batch_norm_pairing(
     x_dot: Tensor | None, weight_dot: Tensor | None, bias_dot: Tensor | None,
     batch_ndim: int, wanted: Sequence[bool],
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Gradient of the pairing of a cotangent with a tangent of the output of batch norm in training.
-
-    Returns:
-        `(y_bar_bar, x_bar, weight_bar, x_dot_bar, weight_dot_bar, bias_dot_bar)`; what the pairing does not depend on
-        has a gradient of zeros.
-    """
+    """Gradient of `<y_bar, y_dot>` of batch norm in training; zeros where that does not depend on an argument."""
     y_bar_bar, x_bar, weight_bar, x_dot_bar, weight_dot_bar, bias_dot_bar = wanted
     # The pairing is linear in y_bar and in the tangents: its gradients there are the jvp and the vjp.
     want = Results(

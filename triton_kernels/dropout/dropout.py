@@ -1,9 +1,6 @@
-"""Dropout: one launcher for the operation and for its derivatives of every order.
+"""Dropout: one launcher for the operation and for its derivatives of every order (`primitives.ops.dropout.dropout`).
 
-    y = x * noise,      noise = 1 / (1 - p) where a random word is at least p * 2**32, else 0
-
-The noise is drawn inside the kernel, from seed, offset and the place of an element, and never stored. Its product with
-a tangent or cotangent is the derivative. The kernel is in `_dropout_kernels`.
+The noise is drawn inside the kernel, from seed, offset and the place of an element, and never stored.
 """
 
 from __future__ import annotations
@@ -76,17 +73,9 @@ def _adjacent_axis(rows: _Axis, cols: _Axis, strides: Sequence[int]) -> int:
 
 @tunable
 def dropout_fwd(x: Tensor, seed: Tensor, offset: Tensor | None, p: float, batch_ndim: int) -> Tensor:
-    """Drop elements of `x` at random, and scale the others.
+    """Drop elements of `x`, or of a tangent or cotangent, at random, and scale the others.
 
-    Args:
-        x: Input `[*batch, *rest]`; or a tangent, or a cotangent of `y`, for the derivatives.
-        seed: Keys `[*batch]`, int64.
-        offset: Numbers of the Philox blocks to begin at `[*batch]`, int64; None for 0.
-        p: Probability of zero, in `[0, 1]`.
-        batch_ndim: Number of batch dims; elements are counted within the other dims.
-
-    Returns:
-        `y`, with the shape, dtype and strides of `x`, or dense ones where `x` has gaps or repeats.
+    The result has the strides of `x`, or dense ones where `x` has gaps or repeats.
     """
     y = torch.empty_like(x)
     if not x.numel():

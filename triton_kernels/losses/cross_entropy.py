@@ -1,12 +1,7 @@
-"""Cross-entropy of rows of logits with labels or probabilities: launchers of first and of second order.
-
-With t = (1 - smoothing) * target + smoothing / C, where a label stands for the probability 1 of its class,
-
-    lse = log(sum(exp(x))),      loss = lse * sum(t) - sum(t * x)
+"""Cross-entropy of rows of logits: launchers of `primitives.ops.losses.cross_entropy`, of first and of second order.
 
 Two kernels serve all: one for what is a number of a row, the value and its tangent, one for what has the shape of x,
-the vjp and its jvp; `_cross_entropy_kernels` has the formulas. A target of integers has labels, of which a negative one
-ignores its row; any other target has probabilities. Every launcher views its tensors as those of log-softmax do.
+the vjp and its jvp. Every launcher views its tensors as those of log-softmax do.
 """
 
 from __future__ import annotations
@@ -84,17 +79,7 @@ def _launch_sums(
 
 @tunable
 def cross_entropy_fwd(x: Tensor, target: Tensor, dim: int, smoothing: float) -> tuple[Tensor, Tensor]:
-    """Cross-entropy of the rows of `x` along `dim`.
-
-    Args:
-        x: Logits.
-        target: Labels, int64, without axis `dim`, or probabilities of the shape of `x`.
-        dim: Axis of the classes, not negative.
-        smoothing: Share of the target that is spread over all classes.
-
-    Returns:
-        `(loss, lse)`, without axis `dim`, in the dtype of sums.
-    """
+    """Loss and lse of the rows of `x` along `dim`, in the dtype of sums."""
     loss, lse = _launch_sums(x, target, None, None, dim, smoothing, _ROW_RESULTS[:2])
     return loss, lse
 
@@ -103,11 +88,7 @@ def cross_entropy_fwd(x: Tensor, target: Tensor, dim: int, smoothing: float) -> 
 def cross_entropy_fwd_jvp(
     x: Tensor, target: Tensor, x_dot: Tensor | None, target_dot: Tensor | None, dim: int, smoothing: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`cross_entropy_fwd` and the tangents of both results, for those of `x` and of probabilities.
-
-    Returns:
-        `(loss, lse, loss_dot, lse_dot)`.
-    """
+    """`cross_entropy_fwd` and the tangents of both results, for those of `x` and of probabilities."""
     loss, lse, loss_dot, lse_dot = _launch_sums(x, target, x_dot, target_dot, dim, smoothing, _ROW_RESULTS)
     return loss, lse, loss_dot, lse_dot
 

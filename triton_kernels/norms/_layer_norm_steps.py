@@ -1,17 +1,8 @@
 """Steps of layer norm and RMS norm and of their derivatives of first order, for the scaffold of `rows` and `sums`.
 
-With `x_hat = (x - mean) * rstd` and its derivative `P(v) = rstd * (v - mean(v) - x_hat * mean(v * x_hat))`, which is
-symmetric and so serves both modes, means over a row:
-
-    forward         y = x_hat * weight + bias
-    jvp             y_dot = P(x_dot) * weight + x_hat * weight_dot + bias_dot
-    vjp             x_bar = P(y_bar * weight),   weight_bar = sum(y_bar * x_hat),   bias_bar = sum(y_bar)
-
-With `SILU`, z = x_hat * weight + bias goes through silu(z) = z * sigmoid(z), as after a group norm:
-
-    y = silu(z),    y_dot = silu'(z) * z_dot,    and silu'(z) * y_bar in the place of y_bar,
-
-with z computed anew from x, the statistics and the parameters, so that nothing else is kept.
+`primitives.ops.norms.formulas` has the formulas. With `SILU`, z = x_hat * weight + bias goes through silu(z) = z *
+sigmoid(z), as after a group norm: y_dot = silu'(z) * z_dot, and silu'(z) * y_bar stands in the place of y_bar, with z
+computed anew from x, the statistics and the parameters, so that nothing else is kept.
 
 RMS norm is layer norm without means but those of products. Its steps have None for the mean, and `nothing()` in the
 place of every sum of a tile that is not a product.

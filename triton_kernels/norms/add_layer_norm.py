@@ -1,16 +1,6 @@
-"""Norms of a sum, of a residual stream and of what dropout leaves of x: forward, backward and JVP launchers.
+"""Norms of a residual stream and what dropout leaves of x: launchers as `primitives.ops.norms.add_layer_norm` has them.
 
-    s = residual + x * noise,      y = norm(s)
-
-with the norm of `layer_norm`, of s as it was rounded; s is the residual of the next layer. The noise is drawn inside
-the kernels, as by `dropout`, and never stored; `_add_layer_norm_kernels` has the derivatives. All launchers take what
-those of `layer_norm` take, and
-
-    residual, residual_dot        as x; they may be float32 where x is float16 or bfloat16, and s is then
-    s, s_bar                      of the forward, and its cotangent; None for zero
-    seed, p                       `[*batch]`, int64, and the probability of zero; None for no noise
-
-y and x_bar have the dtype of x, s and residual_bar that of the residual. Nothing more is kept of s and x.
+The noise is drawn inside the kernels, as by `dropout`, and never stored; nothing is kept of x and the residual but s.
 """
 
 from __future__ import annotations

@@ -1,23 +1,9 @@
 """Layer normalization: forward, backward and JVP launchers.
 
-    x_hat = (x - mean) * rstd,      y = x_hat * weight + bias
+Arguments and formulas are those of `primitives.ops.norms.layer_norm`, for all launchers of norms, of second order too.
+With `silu`, of groups and in first order, SiLU follows, and derivatives take the bias too. Tensors may have any
+strides, results are dense; those that are not `wanted` are empty, and only what the others take is read.
 
-with mean and rstd = 1 / sqrt(variance + eps) over the last dims of x; `_layer_norm_steps` has the derivatives. Without
-`centered`, which makes RMS norm of it, x_hat = x * rstd.
-
-All launchers, those of second order too, take
-
-    x, y_bar, x_dot, y_bar_dot    [*batch, *rest, *norm], any strides; a tangent that is None is zero
-    weight, bias, their tangents  [*batch, *norm]; a weight that is None is 1, a bias 0
-    mean, rstd                    [*batch, *rest], of the forward; a norm that is not centered does not look at the mean
-    norm_ndim, batch_ndim         how many dims are normalized, and along how many the parameters differ
-    grouped                       whether x is `[*batch, *rest, groups, channels, positions]`, of which the last two are
-                                  normalized, and parameters are `[*batch, groups, channels]`, as of a group norm; 2
-                                  where channels are adjacent in memory, as they then are in results of that shape
-    silu                          whether SiLU follows, of groups and in first order; its derivatives take the bias too
-    wanted                        which results to compute; only what these take is read
-
-and return dense tensors: of full size in the dtype of x, statistics in that of sums. An unwanted one is empty.
 Each launcher views its tensors as `[segments, rows, columns]`, allocates, plans, and launches. The batch dims number
 the segments; where the parameters are shared, the segments are whatever lets the strides be used as they are. Of a
 group norm the cotangents of parameters are sums of planes, one of each channel of each sample, and sums of these few.

@@ -1,9 +1,7 @@
 """Second-order layer normalization: launchers of the derivatives of its backward and of its JVP.
 
-The backward and the JVP are the partial derivatives, with respect to the tangents and to the cotangent, of their
-pairing L = <y_bar, y_dot>. `layer_norm_pairing` is the gradient of L, which is the vjp of either. `layer_norm_bwd_jvp`
-is the JVP of the backward: the gradient of L + <y_bar_dot, y> with respect to the inputs of the forward. The same
-kernels compute both; the formulas stand in `_layer_norm_second_kernels`, and `layer_norm` says what the arguments are.
+The pairing is the gradient of `L = <y_bar, y_dot>`, the jvp of the backward that of `L + <y_bar_dot, y>` in the inputs
+of the forward; `_layer_norm_second_kernels` has the formulas of both, which the same kernels compute.
 """
 
 from __future__ import annotations
@@ -54,12 +52,7 @@ def layer_norm_pairing(
     x_dot: Tensor | None, weight_dot: Tensor | None, bias_dot: Tensor | None,
     norm_ndim: int, batch_ndim: int, wanted: Sequence[bool], centered: bool = True, grouped: int = 0,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Gradient of `<y_bar, y_dot>`, y_dot as of `layer_norm_jvp`; zero where it does not depend on an argument.
-
-    Returns:
-        `(y_bar_bar, x_bar, weight_bar, x_dot_bar, weight_dot_bar, bias_dot_bar)`, those of parameters in the dtype of
-        the weight, or of `x` without one.
-    """
+    """Gradient of `<y_bar, y_dot>`; results of parameters are in the dtype of the weight, or of `x` without one."""
     names = ("y_bar_bar", "x_bar", "weight_bar", "x_dot_bar", "weight_dot_bar", "bias_dot_bar")
     given = {"x_dot": x_dot, "y_bar": y_bar, "x": x, "y_bar_dot": None}
     given |= {"weight": weight, "weight_dot": weight_dot, "bias_dot": bias_dot}
@@ -73,10 +66,7 @@ def layer_norm_bwd_jvp(
     y_bar_dot: Tensor | None, x_dot: Tensor | None, weight_dot: Tensor | None,
     norm_ndim: int, batch_ndim: int, wanted: Sequence[bool], centered: bool = True, grouped: int = 0,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Tangents `(x_bar_dot, weight_bar_dot, bias_bar_dot)` of what `layer_norm_bwd` computes; zero where none moves it.
-
-    Those of parameters are in the dtype of the weight, or of `x` without one.
-    """
+    """Tangents of what `layer_norm_bwd` computes, in dtypes as above; zero where no tangent moves it."""
     names = ("x_bar", "weight_bar", "bias_bar")
     given = {"x_dot": x_dot, "y_bar": y_bar, "x": x, "y_bar_dot": y_bar_dot}
     given |= {"weight": weight, "weight_dot": weight_dot, "bias_dot": None}

@@ -1,17 +1,7 @@
-"""Log-softmax: launchers of first and second order.
+"""Log-softmax: launchers of `primitives.ops.softmax.log_softmax`, of first and second order, which need only y.
 
-    y = x - log(sum(exp(x)))
-
-with the sum over one dim; `_log_softmax_kernels` has the derivatives, which need only y. The jvp and the vjp are the
-partial derivatives, with respect to the tangent and the cotangent, of their pairing
-
-    L = sum(y_bar * y_dot)
-
-whose gradient `log_softmax_pairing` is: the vjp of either, of which the part for y reaches the input through the
-backward. All tensors have one shape, and `dim` is not negative; tangents are None for zero. Results are contiguous.
-
-Every launcher views its tensors as `[segments, rows, columns]` with the reduced dim as columns:
-the rows are the other dims where the reduced dim comes last, and the dims inside it where it does not.
+Every launcher views its tensors as `[segments, rows, columns]` with the reduced dim as columns: the rows are the other
+dims where the reduced dim comes last, and the dims inside it where it does not. Results are contiguous.
 """
 
 from __future__ import annotations

@@ -1,10 +1,4 @@
-"""Softmax with a scale and a mask: launchers of first and second order.
-
-    y = exp(u) / sum(exp(u)),      u = scale * x + mask
-
-with the sum over one dim. The derivative of y with respect to u is the symmetric map `P(v) = y * (v - sum(y * v))`, so
-all derivatives need only y. The kernels and launches are those of log-softmax.
-"""
+"""Softmax with a scale and a mask: launchers of `primitives.ops.softmax.softmax`, launched as those of log-softmax."""
 
 from __future__ import annotations
 
@@ -24,19 +18,7 @@ __all__ = ["softmax_bwd", "softmax_bwd_jvp", "softmax_fwd", "softmax_fwd_jvp", "
 
 @tunable
 def softmax_fwd(x: Tensor, mask: Tensor | None, dim: int, scale: float, output_dtype: torch.dtype | None) -> Tensor:
-    """Softmax of `scale * x + mask` over `dim`.
-
-    Args:
-        x: Input, at least one dim.
-        mask: Of the shape of `x`: boolean, true where a position takes part, or added; None for none.
-        dim: Reduced dim, not negative.
-        scale: Factor of `x`.
-        output_dtype: Dtype to which `x` is rounded before anything else, and dtype of the output; None for that of `x`.
-
-    Returns:
-        `y`, contiguous, with the shape of `x`. With a mask, a row in which no position takes part is 0; without one, a
-        row of which all elements are -inf is NaN.
-    """
+    """Softmax of `scale * x + mask` over `dim`, contiguous; `x` is first rounded to `output_dtype`, if there is one."""
     (y,) = forward_of(x, mask, None, dim, output_dtype, scale)
     return y
 
