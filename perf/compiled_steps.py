@@ -208,13 +208,12 @@ def write(found: Sequence[dict[str, Any]], folder: Path) -> None:
 
 _PAGE = """# Compiled training steps
 
-Loss and gradients of all weights, float32, one CPU thread: eager torch, `primitives.compile` ("ours"), `torch.compile`
-and `jax.jit` in one process and in turns, the least time of each. A dash means that it raises or does not take the loss
-whole, or that there is no such step. The other columns: the largest relative difference of ours from eager; the first
-call in a fresh process without Inductor's files (ours / torch.compile / jax.jit), and ours once more in a process that
-finds them; bytes kept for the backward pass besides weights and data (eager / ours / the step without the JVP, where
-its target is constant); the peak memory of a step besides its arguments (eager / ours / torch.compile).
-`python -m perf compile --write` makes this page.
+`python -m perf compile --write` makes this page: loss and gradients of all weights, float32, one CPU thread, the
+least time of each in turns. A dash: it raises, does not take the loss whole, or there is no such step. *Difference*
+is the largest relative one from eager. *First call* is one in a fresh process without Inductor's files
+(`primitives.compile`, "ours" / torch.compile / jax.jit), *again* ours in a process that finds them. *Saved* is kept
+for the backward pass besides weights and data (eager / ours / the step without the JVP, where its target is
+constant); *peak* is a step's memory besides its arguments (eager / ours / torch.compile).
 
 {table}
 
