@@ -6,7 +6,6 @@ say what they have; arguments and layouts are those of the records (`perf.ops`).
 
 from __future__ import annotations
 
-import re
 import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +14,6 @@ import torch
 from torch.func import grad, jvp
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import primitives as pr
 from perf.ops import CASES
 from perf.ops.samples import DTYPES
 from primitives.__main__ import public_functions
@@ -36,11 +34,8 @@ PAGE = ROOT / "docs" / "reference" / "support.md"
 TEXT = """# Supported calls
 
 `python -m perf.support` runs every function under each pair of transforms and writes this page from the operators that
-these call. [The API](../api/index.md) says what each function computes.
-
-## Modules
-
-{modules}
+these call. [The API](../api/index.md) says what each function computes; a module of
+`primitives.nn` calls the function of its name.
 
 ## Kernels
 
@@ -205,21 +200,11 @@ def page() -> str:
     )
     head = ["operations", "derivatives in", "may be absent", "float32 beside half"]
     return TEXT.format(
-        modules=modules_table(),
         kernels=_table(["operations", *modes], _alike(kernels)),
         notes=textwrap.fill(notes, 128, break_on_hyphens=False),
         layouts=textwrap.fill(text, 128, break_on_hyphens=False),
         arguments=_table(head, _alike(arguments)),
     )
-
-
-def modules_table() -> str:
-    """The functions that modules have, and these."""
-    modules: dict[str, list[str]] = {}
-    for name in pr.nn.__all__:
-        for function in re.findall(r"`primitives\.functional\.(\w+)`", getattr(pr.nn, name).__doc__ or "")[:1]:
-            modules.setdefault(f"`{function}`", []).append(f"`{name}`")
-    return _table(["function", "modules"], [[name, ", ".join(found)] for name, found in modules.items()])
 
 
 def main() -> None:
