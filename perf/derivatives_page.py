@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from perf.torch_derivatives import counts
+from primitives._audit.nestings import plain
 from primitives._audit.table import MAX_ORDER, read_table, tabled_version
 
 if TYPE_CHECKING:
@@ -31,8 +32,8 @@ they are silently **wrong** or raise:
 |---|---|---|---|
 {rows}
 
-"Under vmap" means that the inner derivative is, as in `torch.func.hessian`, `jacfwd` and `jacrev`. A word after a name
-says which input: `masked_rows` see no entry, `zeros` and `infinite` are among the numbers, `channels_last` is a layout.
+"Under vmap" means that the inner derivative is, as in `torch.func.hessian`, `jacfwd` and `jacrev`, "by forward_ad" that
+`torch.autograd` takes the others. A word after a name says which input: `masked_rows` see no entry, `zeros` and `infinite` are among the numbers, `channels_last` is a layout.
 
 Repaired, all are right in every nesting but these:
 
@@ -56,9 +57,13 @@ def _cell(row: dict[str, str], order: int) -> str:
     found = []
     for kind in ("wrong", "raises"):
         words = [nesting for nesting in row[kind].split() if len(nesting) == order]
-        alone = sum(word.islower() for word in words)
+        found_in = {
+            "": sum(word == plain(word) for word in words),
+            " under vmap alone": sum(map(str.isupper, words)),
+            " by forward_ad alone": sum("d" in word for word in words),
+        }
         if words:
-            text = f"{kind} {alone}" + f", {len(words) - alone} more under vmap" * (alone < len(words))
+            text = f"{kind} " + ", ".join(f"{count}{how}" for how, count in found_in.items() if count)
             found.append(f"**{text}**" if kind == "wrong" else text)
     return ", ".join(found) or "right"
 

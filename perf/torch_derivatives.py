@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 import primitives as pr
-from primitives._audit.nestings import STEP, difference, nested, nested_by_autograd, nestings, perturbed_sum
+from primitives._audit.nestings import STEP, difference, nested, nested_by_autograd, nestings, perturbed_sum, plain
 from primitives._audit.table import MAX_ORDER, RIGHT_SIDE, forget_table, name_of, read_table, table_path
 from primitives._repair.kernels import repairs
 from primitives._repair.nodes import backward_operators
@@ -114,6 +114,7 @@ def _beside_the_database() -> Iterator[Callable[[], Any]]:
     yield lambda: torch.where(mask, random(2, 2), 0.0).cumprod(0)
     yield lambda: random(2, 2).abs().pow(torch.where(mask, random(2, 2), 0.0))
     yield lambda: torch.where(mask, random(2, 2), 0.0).pow(torch.arange(2))
+    yield lambda: torch.pow(0.0, random(3).abs())
     factor = random(3, 3, 3).tril() + 2 * torch.eye(3)
     yield lambda: torch.cholesky_inverse(factor[0])
     yield lambda: torch.cholesky_solve(random(3, 3), factor)
@@ -275,8 +276,11 @@ def judged(
             verdicts[nesting] = _verdict(errors[nesting], allowed)
             if order == 1 and not _has_value(call, xs, directions, nesting, beside):
                 verdicts[nesting] = "wrong"
-            elif under_vmap and verdicts[nesting] == "right":
-                batched = _error([nested], function, directions, nesting.upper(), xs, truth)
+            elif verdicts[nesting] == "right":
+                if nesting.count("f") == 1:
+                    by_dual = _error([nested_by_autograd], function, directions, nesting, xs, truth)
+                    verdicts[nesting.replace("f", "d")] = _verdict(by_dual, allowed)
+                batched = _error([nested], function, directions, nesting.upper(), xs, truth) if under_vmap else 0.0
                 verdicts.update({nesting.upper(): "wrong"} if _verdict(batched, allowed) == "wrong" else {})
         if order == 1 and "wrong" in verdicts.values() and verdicts["r"] != "right":
             torchs = _by_torch(_error, [nested_by_autograd], function, directions, "r", xs, truth)
@@ -313,10 +317,10 @@ def verdicts_of(calls: Sequence[Call], most: int = JUDGED, *, under_vmap: bool =
             found.append({n: min((v.get(n, "right") for v in known), key=SEVERITY.index) for n in words})
     verdicts: dict[str, str] = {}
     words = {nesting for judgment in found for nesting in judgment}
-    for nesting in sorted(words, key=lambda word: (word.isupper(), len(word), word)):
+    for nesting in sorted(words, key=lambda word: (word != plain(word), len(word), word)):
         counts = Counter(judgment.get(nesting, "right") for judgment in found)
         raises = found[0].get(nesting) == "raises" or 2 * counts["raises"] >= len(found)
-        if verdicts.get(nesting.lower(), "right") == "right":
+        if verdicts.get(plain(nesting), "right") == "right":
             verdicts[nesting] = "wrong" if counts["wrong"] else "raises" if raises else "right"
     return verdicts or None
 

@@ -1,6 +1,7 @@
 """`repair_torch`: one switch in the dispatcher, under which code for torch has right derivatives."""
 
 import copy
+import functools
 import multiprocessing
 import threading
 import warnings
@@ -16,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import primitives as pr
 from primitives._audit.nestings import nested, nested_by_autograd, nestings, perturbed_sum
+from primitives._repair import state
 from primitives._repair.fused import FUSED
 from tests.support import randn, right_nestings
 
@@ -301,6 +303,55 @@ def test_a_forked_worker_is_repaired_too():
         switch.undo()
 
 
+def test_a_block_ends_for_the_thread_that_entered_it():
+    def steps():
+        with pr.repair_torch():
+            yield
+
+    (generator := steps()).send(None)
+    found = []
+    closer = threading.Thread(target=lambda: (generator.close(), found.append(state.this_thread.num_contexts)))
+    closer.start()
+    closer.join()
+    assert not pr.is_repaired()
+    assert found == [0]
+
+
+DUAL = {
+    "softmax": lambda x: x.softmax(-1),
+    "cross_entropy": lambda x: F.cross_entropy(x, torch.arange(4) % 3),
+    "logsumexp": lambda x: x.logsumexp((0, 1)),
+    "attention": attention,
+    "logaddexp": lambda x: torch.logaddexp(x, x.flip(0)),
+    "logcumsumexp": lambda x: x.logcumsumexp(-1),
+    "safe_softmax": lambda x: aten._safe_softmax(x.log(), -1),
+}
+
+
+@pytest.mark.parametrize("name", DUAL)
+def test_reverse_mode_goes_back_through_forward_ad(name):
+    x, v = randn(*X), randn(*X)
+
+    def f(x):
+        return perturbed_sum([DUAL[name](x)])
+
+    with pr.repair_torch():
+        for nesting in ("rf", "fr", "rrf", "rfr", "frr"):
+            by_autograd = nested_by_autograd(f, [v], nesting)(x).detach()
+            torch.testing.assert_close(by_autograd, nested(f, [v], nesting)(x), equal_nan=True)
+
+
+def test_the_cosine_loss_of_pairs_is_that_of_torch_and_right_to_order_3():
+    xs, target = [randn(4, 3), randn(4, 3)], torch.tensor([1, -1, 1, -1])
+    for options in ({"reduction": "none"}, {"margin": 0.2}, {"reduction": "sum"}):
+        f = functools.partial(F.cosine_embedding_loss, target=target, **options)
+        tangents = [randn(4, 3), randn(4, 3)]
+        plain = torch.func.jvp(f, tuple(xs), tuple(tangents))
+        with pr.repair_torch():
+            torch.testing.assert_close(torch.func.jvp(f, tuple(xs), tuple(tangents)), plain)
+            assert len([*right_nestings(lambda *xs, f=f: perturbed_sum([f(*xs)]), xs, tangents)]) == 14
+
+
 def test_operators_that_write_in_place_are_repaired():
     x, v, powers = torch.zeros(3, dtype=torch.float64), torch.ones(3, dtype=torch.float64), torch.arange(3)
     for nesting in (*nestings(1), *nestings(2)):
@@ -310,6 +361,14 @@ def test_operators_that_write_in_place_are_repaired():
                 for f in (torch.sinc_, torch.sinc, lambda x: x.pow_(powers), lambda x: x.pow(powers))
             ]
         torch.testing.assert_close(found[::2], found[1::2])
+
+
+def test_powers_of_the_number_zero_have_derivatives_of_zero():
+    x, v = torch.tensor([0.5, 2.0], dtype=torch.float64), torch.ones(2, dtype=torch.float64)
+    with pr.repair_torch():
+        found = [nested(lambda x: (0.0**x).sum(), [v], n)(x).item() for k in (1, 2, 3) for n in nestings(k)]
+        assert torch.pow(2, torch.arange(3)).dtype == torch.int64
+    assert found == [0.0] * 14
 
 
 def test_another_package_that_registered_for_an_operator_is_named(tmp_path):

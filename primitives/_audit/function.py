@@ -149,7 +149,9 @@ def _finding(name: str, places: dict[str, int], order: int, doubt: str) -> Findi
     if name.startswith("primitives."):
         return None
     verdict = verdict_of(name, repaired=is_repaired())
-    wrong, raises = (tuple(described(n) for n in kind if len(n) <= order) for kind in verdict or ((), ()))
+    wrong, raises = (
+        tuple(described(n) for n in kind if len(n) <= order and "d" not in n) for kind in verdict or ((), ())
+    )
     if verdict is not None and not (wrong or raises):
         return None
     repaired = verdict_of(name, repaired=True)

@@ -21,7 +21,17 @@ if TYPE_CHECKING:
 
     Scalar = Callable[..., Tensor]
 
-__all__ = ["InFloat64", "along", "described", "difference", "nested", "nested_by_autograd", "nestings", "perturbed_sum"]
+__all__ = [
+    "InFloat64",
+    "along",
+    "described",
+    "difference",
+    "nested",
+    "nested_by_autograd",
+    "nestings",
+    "perturbed_sum",
+    "plain",
+]
 
 # Of central differences, in float64, at values and arguments near one.
 STEP = 1e-4
@@ -32,9 +42,17 @@ def nestings(order: int) -> list[str]:
     return ["".join(modes) for modes in itertools.product("fr", repeat=order)]
 
 
+def plain(nesting: str) -> str:
+    """The nesting of `torch.func` without `vmap` that takes the same derivative."""
+    return nesting.lower().replace("d", "f")
+
+
 def described(nesting: str) -> str:
-    """A nesting in words: `"fr"` is `"jvp(vjp)"`, and `"FR"` is `"jacfwd(jacrev)"`, which is `torch.func.hessian`."""
-    names = [{"f": "jvp", "r": "vjp", "F": "jacfwd", "R": "jacrev"}[mode] for mode in nesting]
+    """A nesting in words: `"fr"` is `"jvp(vjp)"`, and `"FR"` is `"jacfwd(jacrev)"`, which is `torch.func.hessian`.
+
+    `"d"` is the dual level of `torch.autograd.forward_ad`.
+    """
+    names = [{"f": "jvp", "r": "vjp", "F": "jacfwd", "R": "jacrev", "d": "forward_ad"}[mode] for mode in nesting]
     return "(".join(names) + ")" * (len(names) - 1)
 
 

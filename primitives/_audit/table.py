@@ -68,6 +68,8 @@ def name_of(operator: OpOverload, args: Sequence[Any] = (), moves: Callable[[Ten
     name = name.rstrip("_") or name
     text = f"{namespace}.{name}.{operator._overloadname}"
     x = args[0] if args else None
+    if text == "aten.pow.Scalar":
+        return text + ZEROS * (x == 0)
     if not isinstance(x, torch.Tensor) or x.layout != torch.strided:
         return text
     if name == "_linalg_solve_ex":

@@ -70,9 +70,9 @@ class Registrations:
         self._libraries, self._names = [*libraries.values()], names
         self._forget_lookups()
 
-    def warn_of_others(self, stacklevel: int) -> None:
-        """Name packages that have kernels for these operators, each once."""
-        others = {path for name in self._names for path in _others(name)} - self._noticed
+    def warn_of_others(self, names: Iterable[str], stacklevel: int) -> None:
+        """Name packages that have kernels for operators, each once."""
+        others = {path for name in names for path in _others(name)} - self._noticed
         if others:
             self._noticed |= others
             warnings.warn(

@@ -38,6 +38,8 @@ SIGNS = ("layer_norm", "group_norm", *_BATCH_NORMS, "scaled_dot_product_attentio
 
 # The half of the factor that they do not read has a gradient in torch, where it is not zero.
 _WRONG_AT_ONCE = (torch.ops.aten.cholesky_solve.default, torch.ops.aten.cholesky_inverse.default)
+# Of others, in C++ that is wrong in place.
+_COMPOSED = (torch.ops.aten.cosine_embedding_loss.default,)
 # That of `_embedding_bag`, which depends on it where it is saved alone.
 _NOT_ALWAYS_SAVED = ("weight",)
 
@@ -83,8 +85,8 @@ class Repair:
         reverse: Who differentiates a backward pass that is recorded: `"torch"`, which has it right, `"node"`, the
             backward operator of its node, or `"formula"`.
         is_wrong_at_once: Whether torch's first gradient can be wrong too.
-        waits: Whether its kernel on the CPU is registered when the first transform or tangent comes, and plain code
-            costs nothing until then.
+        waits: Whether its kernel is registered when the first transform or tangent comes, and plain code costs nothing
+            until then; that of a primitive on a GPU is there from the start.
     """
 
     def __init__(self, operator: OpOverload) -> None:
@@ -100,10 +102,14 @@ class Repair:
         self.reverse = "formula" if self.is_wrong_at_once else "torch"
         if any(set(nesting) == {"r"} for nesting in verdicts_of(operator).beyond(1)):
             self.reverse = "node" if backward_name(operator) in backward_operators() else "formula"
-        self.waits = operator in FUSED or self.reverse == "node" or "_backward" in operator._opname
+        self.waits = self.reverse != "formula"
+        wrong = verdicts_of(operator).beyond(0)
+        self._is_right_in_transforms = bool(wrong) and all("d" in nesting for nesting in wrong)
 
     def formula(self, *args: Any, **kwargs: Any) -> Any:
         """The outputs, or `NotImplemented` where no formula takes the arguments."""
+        if self._is_right_in_transforms and _functorch.peek_interpreter_stack() is not None:
+            return NotImplemented
         # Not whether it is enabled: it is not inside operators that autocast runs in float32, and is behind them.
         is_wide = self._multiplies and _autocast_depth() > 0 and not _has_double(args)
         if is_wide:
@@ -122,7 +128,7 @@ def repairs() -> dict[str, Repair]:
         if operator.namespace not in NAMESPACES:  # the library of another may be gone
             continue
         is_wrong = operator in FUSED or not is_tabled(operator) or verdicts_of(operator).beyond(0)
-        is_leaf = has_kernel(operator.name(), "Autograd") or operator in ON_CUDA_ALONE
+        is_leaf = has_kernel(operator.name(), "Autograd") or operator in (*ON_CUDA_ALONE, *_COMPOSED)
         is_backward = operator.name() in backward_operators()
         if is_wrong and is_leaf and not is_backward:
             found[operator.name()] = Repair(operator)

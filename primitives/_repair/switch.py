@@ -14,7 +14,7 @@ import torch
 from primitives._core.autograd import tangents_possible
 from primitives._core.contexts import Decorates
 from primitives._core.errors import BackendError
-from primitives._repair.dispatcher import Registrations
+from primitives._repair.dispatcher import DEVICES, Registrations
 from primitives._repair.kernels import SIGNS, forward_kernel, inplace_kernel, inplace_name, repairs
 from primitives._repair.nodes import install_backwards, keep_repaired
 from primitives._repair.state import is_active, process, this_thread
@@ -85,10 +85,12 @@ class repair_torch(Decorates):  # noqa: N801 - used like a function, as torch.se
         with _lock:
             # None once this is a context or a decorator.
             self._was_repaired: bool | None = process.is_repaired
+            # What `this_thread` has of each thread that has entered: a generator may end in another one.
+            self._entered: list[dict[str, Any]] = []
             if not is_active():
                 _compiled.begin()
             _register()
-            _registrations.warn_of_others(stacklevel=2)
+            _registrations.warn_of_others(repairs(), stacklevel=2)
             process.is_repaired = True
 
     def undo(self) -> None:
@@ -116,15 +118,17 @@ class repair_torch(Decorates):  # noqa: N801 - used like a function, as torch.se
             self._leave_process()
             _open_contexts.append(1)
             _register()
-        this_thread.num_contexts += 1
+            this_thread.num_contexts += 1
+            self._entered.append(vars(this_thread))
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        """End what `__enter__` began."""
-        this_thread.num_contexts -= 1
+        """End what `__enter__` began, for the thread that entered."""
         with _lock:
+            own = next((n for n, thread in enumerate(self._entered) if thread is vars(this_thread)), -1)
+            self._entered.pop(own)["num_contexts"] -= 1
             _open_contexts.pop()
-            keep_repaired()
+            keep_repaired(None if own >= 0 else math.inf)
             if not is_active():
                 _compiled.end()
 
@@ -188,9 +192,12 @@ def _register() -> None:
     """Put kernels before torch's own, once; those that wait where a transform or a tangent may be there already."""
     if not _registrations:
         install_backwards()
-        waiting = [repair.name for repair in repairs().values() if repair.waits and "CPU" in repair.devices]
-        front = [(name, "FuncTorchDynamicLayerFrontMode", _sign) for name in (*waiting, *map("aten::{}".format, SIGNS))]
-        _registrations.add([*_kernels(waiting=False), ("aten::_make_dual", "AutogradCPU", _sign), *front])
+        # Others that wait are right in reverse mode alone, and a tangent has a sign of its own.
+        early = [r for r in repairs().values() if r.waits and (r.is_fused or r.reverse == "node")]
+        names = [repair.name for repair in early if "CPU" in repair.devices]
+        front = [(name, "FuncTorchDynamicLayerFrontMode", _sign) for name in (*names, *map("aten::{}".format, SIGNS))]
+        duals = [("aten::_make_dual", f"Autograd{device}", _sign) for device in DEVICES]
+        _registrations.add([*_kernels(waiting=False), *duals, *front])
     if tangents_possible():
         _register_those_that_wait()
 
@@ -215,7 +222,7 @@ def _sign(own: Callable[..., Any]) -> Callable[..., Any]:
 def _kernels(*, waiting: bool) -> Iterator[tuple[str, str, Callable[..., Any]]]:
     for repair in repairs().values():
         for device in repair.devices:
-            if waiting == (repair.waits and device == "CPU"):
+            if waiting == (repair.waits and (device == "CPU" or not repair.is_fused)):
                 yield repair.name, f"Autograd{device}", functools.partial(forward_kernel, repair, device)
                 name = inplace_name(repair)
                 if name is not None:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from primitives._core.decomposition import decomposition_table, register_decomposition
-from primitives.decompositions._statistics import accumulated
+from primitives.decompositions._statistics import accumulated, constant_p
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -93,6 +93,55 @@ def nll_loss_backward(
     if 0 < grad_output.dim() < self.dim():
         grad_output = grad_output.unsqueeze(axis)
     return picked * torch.where(kept, grad_output, 0)
+
+
+def _shifted(x: Tensor, dim: Any) -> tuple[Tensor, Tensor]:
+    """Exponentials of `x` without its largest numbers along `dim`, and these, 0 for infinite ones."""
+    largest = constant_p(x.amax(dim, keepdim=True) if x.numel() else x.sum(dim, keepdim=True))
+    largest = torch.where(largest.isfinite(), largest, 0)
+    return (x - largest).exp(), largest
+
+
+@register_decomposition(aten.logsumexp)
+def logsumexp(self: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
+    """Torch writes into what its tangent saves, so that no reverse mode goes back through `forward_ad`.
+
+    That holds for the two operators below, too.
+    """
+    wide = accumulated(self)
+    exponentials, largest = _shifted(wide, dim)
+    y = (exponentials.sum(dim, keepdim=True).log() + largest).to(self.dtype)
+    return y if keepdim else y.squeeze(dim)
+
+
+@register_decomposition(torch.ops.aten._softmax)
+def softmax(self: Tensor, dim: int, half_to_float: bool) -> Tensor:
+    """Exponentials by their sum along an axis."""
+    wide = accumulated(self)
+    exponentials = _shifted(wide, dim)[0]
+    # A row of -inf is NaN.
+    return (exponentials / exponentials.sum(dim, keepdim=True)).to(wide.dtype if half_to_float else self.dtype)
+
+
+@register_decomposition(aten._log_softmax)
+def log_softmax(self: Tensor, dim: int, half_to_float: bool) -> Tensor:
+    """Logarithm of `softmax`."""
+    wide = accumulated(self)
+    return (wide - logsumexp(wide, dim, True)).to(wide.dtype if half_to_float else self.dtype)
+
+
+@register_decomposition(aten.cosine_embedding_loss)
+def cosine_embedding_loss(
+    input1: Tensor, input2: Tensor, target: Tensor, margin: float = 0.0, reduction: int = REDUCTION_MEAN
+) -> Tensor:
+    """1 - cosine for pairs of target 1, cosine above the margin for those of -1; torch's writes in place."""
+    # Torch's own checks.
+    torch.cosine_embedding_loss(input1.detach(), input2.detach(), target, margin, reduction)
+    products = (input1 * input2, input1.square(), input2.square())
+    dot, one, two = (product.sum(target.dim()) for product in products)
+    cosine = dot / ((one + 1e-12) * (two + 1e-12)).sqrt()
+    far = torch.where(target == -1, (cosine - margin).clamp(min=0), 0.0)
+    return _reduced(torch.where(target == 1, 1 - cosine, far), reduction)
 
 
 @register_decomposition(aten._log_softmax_backward_data)

@@ -145,3 +145,10 @@ def pow_of_tensors(self: Tensor, exponent: Tensor) -> Tensor:
     if not (dtype.is_floating_point or dtype.is_complex):
         return torch.pow(self, exponent)
     return pow_p(*torch.broadcast_tensors(self.to(wide), exponent.to(wide))).to(dtype)
+
+
+@register_decomposition(aten.pow.Scalar)
+def pow_of_number(self: Any, exponent: Tensor) -> Tensor:
+    """Powers of a number; torch's second derivative of powers of 0 is NaN."""
+    # In the dtype that torch takes with a number.
+    return pow_of_tensors(torch.full_like(exponent, self, dtype=torch.result_type(exponent, self)), exponent)
