@@ -33,7 +33,8 @@ they are silently **wrong** or raise:
 {rows}
 
 "Under vmap" means that the inner derivative is, as in `torch.func.hessian`, `jacfwd` and `jacrev`, "by forward_ad" that
-`torch.autograd` takes the others. A word after a name says which input: `masked_rows` see no entry, `zeros` and `infinite` are among the numbers, `channels_last` is a layout.
+`torch.autograd` takes the others. A word after a name says which input: `masked_rows` see no entry, `zeros` and
+`infinite` are among the numbers, `channels_last` is a layout.
 
 Repaired, all are right in every nesting but these:
 
