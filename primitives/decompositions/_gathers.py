@@ -23,16 +23,10 @@ _SUM, _MEAN, _MAX = 0, 1, 2  # as in ATen's enumeration
 
 @register_decomposition(aten._embedding_bag)
 def embedding_bag(
-    weight: Tensor,
-    indices: Tensor,
-    offsets: Tensor,
-    scale_grad_by_freq: bool = False,
-    mode: int = _SUM,
-    sparse: bool = False,
-    per_sample_weights: Tensor | None = None,
-    include_last_offset: bool = False,
+    weight: Tensor, indices: Tensor, offsets: Tensor, scale_grad_by_freq: bool = False, mode: int = _SUM,
+    sparse: bool = False, per_sample_weights: Tensor | None = None, include_last_offset: bool = False,
     padding_idx: int = -1,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Sums, means or largest numbers of rows of `weight`, a bag of them at a time, and which rows they were."""
     factors = None if per_sample_weights is None else constant_p(per_sample_weights)
     args = scale_grad_by_freq, mode, sparse, factors, include_last_offset, padding_idx

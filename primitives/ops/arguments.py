@@ -296,16 +296,9 @@ def batch_norm(
 
 
 def is_plain_batch_norm(
-    x: Any,
-    running_mean: Any,
-    running_var: Any,
-    weight: Any,
-    bias: Any,
-    training: Any,
-    momentum: Any,
-    eps: Any,
+    x: Any, running_mean: Any, running_var: Any, weight: Any, bias: Any, training: Any, momentum: Any, eps: Any,
     residual: Any = None,
-) -> bool:
+) -> bool:  # fmt: skip
     """Whether this passes `batch_norm`, and `added` with a residual, and needs no look at trees.
 
     In training that has more than one sample, a positive eps, and running statistics that do not require grad.

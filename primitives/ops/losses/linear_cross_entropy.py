@@ -157,14 +157,8 @@ class _Sums:
 
 @linear_cross_entropy_p.def_reference
 def _forward(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    softcap: float,
-    smoothing: float,
-    chunk_rows: int,
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, softcap: float, smoothing: float, chunk_rows: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     parts = [
         cross_entropy_p(_logits(rows, weight, bias, softcap).z, labels, 1, smoothing)
         for rows, labels in _chunks(x, chunk_rows, target)
@@ -207,19 +201,10 @@ def _bwd(
 
 
 def _jvp(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    lse: Tensor,
-    x_dot: Tensor | None,
-    weight_dot: Tensor | None,
-    bias_dot: Tensor | None,
-    target_dot: Tensor | None,
-    softcap: float,
-    smoothing: float,
+    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, lse: Tensor, x_dot: Tensor | None,
+    weight_dot: Tensor | None, bias_dot: Tensor | None, target_dot: Tensor | None, softcap: float, smoothing: float,
     chunk_rows: int,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     def of_chunk(rows: Tensor, labels: Tensor, row_lse: Tensor, rows_dot: Any, labels_dot: Any) -> Any:
         logits = _logits(rows, weight, bias, softcap, 1)
         h_dot = _h_dot(rows, weight, rows_dot, weight_dot, bias_dot, logits.z)

@@ -217,14 +217,9 @@ class Norm:
         return of_x, of_weight
 
     def pairing(
-        self,
-        y_bar: Tensor,
-        weight: Tensor | None,
-        x_dot: Tensor | None,
-        weight_dot: Tensor | None,
-        bias_dot: Tensor | None,
-        wanted: Sequence[bool],
-    ) -> tuple[Tensor, ...]:
+        self, y_bar: Tensor, weight: Tensor | None, x_dot: Tensor | None, weight_dot: Tensor | None,
+        bias_dot: Tensor | None, wanted: Sequence[bool],
+    ) -> tuple[Tensor, ...]:  # fmt: skip
         """Gradient of L in y_bar, x, weight, x_dot, weight_dot and bias_dot."""
         y_bar_bar = self.jvp(weight, x_dot, weight_dot, bias_dot) if wanted[0] else []
         return (
@@ -234,14 +229,9 @@ class Norm:
         )
 
     def bwd_jvp(
-        self,
-        y_bar: Tensor,
-        weight: Tensor | None,
-        y_bar_dot: Tensor | None,
-        x_dot: Tensor | None,
-        weight_dot: Tensor | None,
-        wanted: Sequence[bool],
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self, y_bar: Tensor, weight: Tensor | None, y_bar_dot: Tensor | None, x_dot: Tensor | None,
+        weight_dot: Tensor | None, wanted: Sequence[bool],
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Tangents of the cotangents of x, weight and bias."""
         y_bar, y_bar_dot, x_dot = self.wide(y_bar), self.wide(y_bar_dot), self.wide(x_dot)
         dtype, of_x, of_weight = self.x.dtype if weight is None else weight.dtype, [], []
