@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import primitives as pr
-from perf.ops.philox_truth import true_noise
+from perf.ops.attention import seen_softmax, true_attention
 
 
 def _doubles(*values):
@@ -71,44 +71,30 @@ def rms_norm(input, **options):
 add_layer_norm, add_rms_norm = (functools.partial(_added, norm) for norm in (_layer_norm, _rms_norm))
 
 
-def _weights(scores, dim):
-    """The softmax and lse of scores, some hidden; a row of such alone is cut out before, as its derivative is NaN."""
-    sees_some = (scores != -math.inf).any(dim, keepdim=True)
-    scores = scores.masked_fill(~sees_some, 0.0)
-    return scores.softmax(dim) * sees_some, scores.logsumexp(dim).where(sees_some.squeeze(dim), -math.inf)
-
-
 def softmax(input, dim, dtype, scale, mask, **_):
     x = scale * input.to(dtype or input.dtype).double()
     if mask is not None:
         hidden = ~mask if mask.dtype == torch.bool else mask == -math.inf
         x = (x if mask.dtype == torch.bool else x + mask.double()).masked_fill(hidden, -math.inf)
-    return (x.softmax(dim) if mask is None else _weights(x, dim)[0]).to(dtype or input.dtype)
+    return (x.softmax(dim) if mask is None else seen_softmax(x, dim)[0]).to(dtype or input.dtype)
 
 
 softmin = functools.partial(softmax, scale=-1.0)
 
 
 def attention(q, k, v, bias, mask, **options):
-    wide, *others = _doubles(q, k, v)
-    wide_k, wide_v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) for x in others)
     scale = (q.shape[-1] or 1) ** -0.5 if options["scale"] is None else options["scale"]
-    scores = scale * wide @ wide_k.mT + (0.0 if bias is None else bias.double())
-    if options["causal"]:
-        mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
-    weights, lse = _weights(scores if mask is None else scores.masked_fill(~mask, -math.inf), -1)
-    if options["dropout_p"]:
-        columns = -(-k.shape[-2] // 4) * 4
-        noise = true_noise((*q.shape[:-1], columns), options["seed"], options["offset"] or 0, options["dropout_p"])
-        weights = weights * noise[..., : k.shape[-2]]
-    o = (weights @ wide_v).to(q.dtype)
+    noise = (options[name] or 0 for name in ("dropout_p", "seed", "offset"))
+    o, lse = true_attention(*_doubles(q, k, v, bias), mask, options["causal"], scale, *noise)
+    o = o.to(q.dtype)
     return (o, lse.to(torch.promote_types(q.dtype, torch.float32))) if options["return_lse"] else o
 
 
 def scaled_dot_product_attention(query, key, value, attn_mask, **options):
     is_bias = attn_mask is not None and attn_mask.is_floating_point()
     masks = {"bias": attn_mask if is_bias else None, "mask": None if is_bias else attn_mask}
-    rest = {"causal": options["is_causal"], "scale": options["scale"], "dropout_p": 0.0, "return_lse": False}
+    rest = {"causal": options["is_causal"], "scale": options["scale"], "return_lse": False}
+    rest |= {"dropout_p": 0.0, "seed": None, "offset": None}
     return attention(query, key, value, **masks, **rest)
 
 

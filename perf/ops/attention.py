@@ -51,18 +51,9 @@ def _seen(x: Tensor, keys: int) -> Tensor:
 
 
 def _attention(
-    x: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Any,
-    keys: int,
-    causal: bool = False,
-    masked: bool = False,
-    p: float = 0.0,
-    lse: bool = True,
-    scale: float = 0.7,
-    **shape: Any,
-) -> Tensor:
+    x: Tensor, k: Tensor, v: Tensor, bias: Any, keys: int, causal: bool = False, masked: bool = False, p: float = 0.0,
+    lse: bool = True, scale: float = 0.7, **shape: Any,
+) -> Tensor:  # fmt: skip
     noise = {"dropout_p": p, "seed": SEED, "offset": OFFSET} if p else {}
     mask = _seen(x, keys) if masked else None
     o, o_lse = pr.functional.attention(
@@ -71,34 +62,35 @@ def _attention(
     return o + o_lse.clamp(min=-5).unsqueeze(-1).to(o.dtype) if lse else o
 
 
-def _true_attention(
-    x: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Any,
-    keys: int,
-    causal: bool = False,
-    masked: bool = False,
-    p: float = 0.0,
-    lse: bool = True,
-    scale: float = 0.7,
-    **shape: Any,
-) -> Tensor:
-    group, rows = x.shape[-3] // max(k.shape[-3], 1), x.shape[-2]
-    k, v = (t.repeat_interleave(group, -3) for t in (k, v))
-    scores = scale * x @ k.mT if bias is None else scale * x @ k.mT + bias
-    seen = torch.ones(rows, keys, dtype=torch.bool, device=x.device)
-    seen = seen.tril() if causal else _seen(x, keys) if masked else seen
-    # A row that sees nothing is cut out before the softmax, whose derivative there is NaN.
-    sees_some = seen.any(-1, keepdim=True)
-    scores = scores.masked_fill(~seen & sees_some, -math.inf)
-    weights = scores.softmax(-1) * sees_some
+def seen_softmax(scores: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """The softmax and lse of scores, some hidden; a row of such alone is cut out before, as its derivative is NaN."""
+    sees_some = (scores != -math.inf).any(dim, keepdim=True)
+    scores = scores.masked_fill(~sees_some, 0.0)
+    return scores.softmax(dim) * sees_some, scores.logsumexp(dim).where(sees_some.squeeze(dim), -math.inf)
+
+
+def true_attention(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, mask: Tensor | None, causal: bool, scale: float,
+    p: float = 0.0, seed: int = SEED, offset: int = OFFSET,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """O and lse by the definition."""
+    k, v = (t.repeat_interleave(q.shape[-3] // max(t.shape[-3], 1), -3) for t in (k, v))
+    scores = scale * q @ k.mT + (0.0 if bias is None else bias)
+    if causal:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+    weights, lse = seen_softmax(scores if mask is None else scores.masked_fill(~mask, -math.inf), -1)
     if p:
-        blocks = -(-keys // 4) * 4
-        noise = true_noise((*x.shape[:-1], blocks), SEED, OFFSET, p).to(x.device)[..., :keys]
-        weights = weights * noise
-    o, o_lse = weights @ v, scores.logsumexp(-1, keepdim=True).where(sees_some, -math.inf)
-    return o + o_lse.clamp(min=-5) if lse else o
+        keys = k.shape[-2]
+        weights = weights * true_noise((*q.shape[:-1], -(-keys // 4) * 4), seed, offset, p).to(q.device)[..., :keys]
+    return weights @ v, lse
+
+
+def _true_attention(
+    x: Tensor, k: Tensor, v: Tensor, bias: Any, keys: int, causal: bool = False, masked: bool = False, p: float = 0.0,
+    lse: bool = True, scale: float = 0.7, **shape: Any,
+) -> Tensor:  # fmt: skip
+    o, o_lse = true_attention(x, k, v, bias, _seen(x, keys) if masked else None, causal, scale, p)
+    return o + o_lse.clamp(min=-5).unsqueeze(-1) if lse else o
 
 
 def _formula(q: Tensor, k: Tensor, v: Tensor, causal: bool, grouped: bool) -> Tensor:
