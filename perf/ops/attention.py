@@ -135,14 +135,9 @@ class Attention(Operands):
 
     @classmethod
     def draw(
-        cls,
-        shape: Sequence[int],
-        keys: int,
-        dtype: torch.dtype = torch.float32,
-        key_heads: int | None = None,
-        value_width: int | None = None,
-        **options: Any,
-    ) -> Attention:
+        cls, shape: Sequence[int], keys: int, dtype: torch.dtype = torch.float32, key_heads: int | None = None,
+        value_width: int | None = None, **options: Any,
+    ) -> Attention:  # fmt: skip
         """Random operands for queries [*batch, heads, rows, width], which lie as [*batch, rows, heads, width]."""
         *batch, heads, rows, width = shape
         of_keys = (*batch, keys, key_heads or heads)

@@ -62,16 +62,9 @@ _INITIAL = {"sum": 0.0, "mean": 0.0, "prod": 1.0, "max": -math.inf, "min": math.
 
 @register_decomposition(aten.segment_reduce)
 def segment_reduce(
-    data: Tensor,
-    reduce: str,
-    *,
-    lengths: Tensor | None = None,
-    indices: Tensor | None = None,
-    offsets: Tensor | None = None,
-    axis: int = 0,
-    unsafe: bool = False,
-    initial: float | None = None,
-) -> Tensor:
+    data: Tensor, reduce: str, *, lengths: Tensor | None = None, indices: Tensor | None = None,
+    offsets: Tensor | None = None, axis: int = 0, unsafe: bool = False, initial: float | None = None,
+) -> Tensor:  # fmt: skip
     """Segments of an axis reduced, the first `lengths[..., 0]` numbers first."""
     require(reduce in _INITIAL, f"segment_reduce: reduce must be known, got {reduce!r}.")
     if offsets is not None:

@@ -239,16 +239,9 @@ def _is_full(bias: Any, q: Tensor, k: Tensor) -> bool:
 
 
 def _sweeps(
-    problem: _Problem,
-    bars: Sequence[Tensor | None],
-    o: Tensor,
-    lse: Tensor,
-    o_dot: Tensor | None,
-    lse_dot: Tensor | None,
-    bias: Tensor | None,
-    wanted: Sequence[bool],
-    scratch: Mapping[str, Tensor],
-) -> tuple[Tensor, ...]:
+    problem: _Problem, bars: Sequence[Tensor | None], o: Tensor, lse: Tensor, o_dot: Tensor | None,
+    lse_dot: Tensor | None, bias: Tensor | None, wanted: Sequence[bool], scratch: Mapping[str, Tensor],
+) -> tuple[Tensor, ...]:  # fmt: skip
     """Both sweeps: cotangents of q, k, v and bias, and of their tangents, those that are wanted."""
     q, k, v = problem.tensors[:3]
 

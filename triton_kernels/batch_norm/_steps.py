@@ -166,17 +166,9 @@ def _transformed(operands: Operands, params: Params, want: Results, statistics_g
 
 
 def sums(
-    x: Tensor,
-    operands: Operands,
-    mean: Tensor | None,
-    batch_ndim: int,
-    *,
-    means_wanted: bool,
-    read_again: bool,
-    x_read_again: bool = True,
-    relu: Tensor | None = None,
-    masked: Tensor | None = None,
-) -> Sums:
+    x: Tensor, operands: Operands, mean: Tensor | None, batch_ndim: int, *, means_wanted: bool, read_again: bool,
+    x_read_again: bool = True, relu: Tensor | None = None, masked: Tensor | None = None,
+) -> Sums:  # fmt: skip
     """Sum non-empty `operands` like `x` that have a channel view, as `batch_norm_sums_kernel` does.
 
     Without a mean it is for the statistics. `means_wanted` says whether a transform takes the means of the sums, the
@@ -261,16 +253,9 @@ def merge_sums(
 
 
 def transform(
-    x: Tensor,
-    operands: Operands,
-    params: Params,
-    wanted: Sequence[bool],
-    batch_ndim: int,
-    *,
-    eps: float | None = None,
-    summed: Sums | None = None,
-    relu: Relu = _NO_RELU,
-) -> list[Tensor | None]:
+    x: Tensor, operands: Operands, params: Params, wanted: Sequence[bool], batch_ndim: int, *,
+    eps: float | None = None, summed: Sums | None = None, relu: Relu = _NO_RELU,
+) -> list[Tensor | None]:  # fmt: skip
     """The wanted ones of y, y_dot, x_bar and x_bar_dot (see `batch_norm_transform_kernel`), in dtype and layout of `x`.
 
     Operands are what has a factor in one of them, and tensors of `relu` lie as these. Statistics that are given come

@@ -305,15 +305,9 @@ class Planes(NamedTuple):
         return num_row_parts(self.operands, self.plan, self.sums), self.partial_rows()
 
     def launch(
-        self,
-        kernel: Kernel,
-        totals: Tensors,
-        parts: Sequence[Tensor | None] | None,
-        num_groups: int,
-        row_parts: Tensor | None,
-        statistics: Tensors = MappingProxyType({}),
-        **constants: Any,
-    ) -> None:
+        self, kernel: Kernel, totals: Tensors, parts: Sequence[Tensor | None] | None, num_groups: int,
+        row_parts: Tensor | None, statistics: Tensors = MappingProxyType({}), **constants: Any,
+    ) -> None:  # fmt: skip
         """Launch it, and the sums of its results over samples; the arguments are those of `launch_row_sums`.
 
         More `statistics` are results of an earlier kernel.

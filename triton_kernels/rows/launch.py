@@ -165,15 +165,9 @@ def _group(operands: Operands, plan: RowPlan) -> int:
 
 
 def launch_rows(
-    kernel: Kernel,
-    operands: Operands,
-    plan: RowPlan,
-    sums: RowSums = NO_SUMS,
-    writes: Collection[str] | None = None,
-    parts: Tensor | None = None,
-    picks: Collection[str] = (),
-    **constants: Any,
-) -> None:
+    kernel: Kernel, operands: Operands, plan: RowPlan, sums: RowSums = NO_SUMS, writes: Collection[str] | None = None,
+    parts: Tensor | None = None, picks: Collection[str] = (), **constants: Any,
+) -> None:  # fmt: skip
     """Launch a kernel on `rows.row_op`: once, or twice where programs share rows whose sums they have to find first.
 
     `writes` are the operands that are read again to write a row that is swept, None for all; `parts` is memory for

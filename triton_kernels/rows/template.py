@@ -133,15 +133,9 @@ def row_kernel(
 
 
 def row_sums_kernel(
-    name: str,
-    x: Sequence[str],
-    *,
-    p: Sequence[str] = (),
-    r: Sequence[str] = (),
-    out: Sequence[str] = (),
-    s: Sequence[str] = (),
-    **functions: Any,
-) -> Kernel:
+    name: str, x: Sequence[str], *, p: Sequence[str] = (), r: Sequence[str] = (), out: Sequence[str] = (),
+    s: Sequence[str] = (), **functions: Any,
+) -> Kernel:  # fmt: skip
     """A kernel on `row_sums_op`, as of `row_kernel`; `s` are the partial rows, and `columns` makes their tiles.
 
     Raises:
@@ -152,17 +146,10 @@ def row_sums_kernel(
 
 
 def _instance(
-    template: str,
-    name: str,
-    operands: tuple[Sequence[str], ...],
-    constants: Sequence[str],
-    functions: Mapping[str, Any],
-    needed: Sequence[str],
-    more: Sequence[str] = (),
-    given: Sequence[str] = (),
-    jit: Any = batch_independent_jit,
-    **texts: str,
-) -> Kernel:
+    template: str, name: str, operands: tuple[Sequence[str], ...], constants: Sequence[str],
+    functions: Mapping[str, Any], needed: Sequence[str], more: Sequence[str] = (), given: Sequence[str] = (),
+    jit: Any = batch_independent_jit, **texts: str,
+) -> Kernel:  # fmt: skip
     functions = {slot: function for slot, function in functions.items() if function is not None}
     missing = [slot for slot in needed if slot not in functions]
     if missing:

@@ -168,20 +168,9 @@ def _forward(
 
 
 def _bwd(
-    loss_bar: Tensor | None,
-    lse_bar: Tensor | None,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    lse: Tensor,
-    softcap: float,
-    smoothing: float,
-    chunk_rows: int,
-    wanted: list[bool],
-    *,
-    in_place: bool = True,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    loss_bar: Tensor | None, lse_bar: Tensor | None, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor,
+    lse: Tensor, softcap: float, smoothing: float, chunk_rows: int, wanted: list[bool], *, in_place: bool = True,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     sums = _Sums(weight, bias, wanted, in_place=in_place)
     mask = (any(wanted[:3]), wanted[3])
 
@@ -231,26 +220,11 @@ def _h_dot(
 
 
 def _bwd_jvp(
-    loss_bar: Tensor | None,
-    lse_bar: Tensor | None,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    lse: Tensor,
-    loss_bar_dot: Tensor | None,
-    lse_bar_dot: Tensor | None,
-    x_dot: Tensor | None,
-    weight_dot: Tensor | None,
-    bias_dot: Tensor | None,
-    target_dot: Tensor | None,
-    softcap: float,
-    smoothing: float,
-    chunk_rows: int,
-    wanted: list[bool],
-    *,
-    in_place: bool = True,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    loss_bar: Tensor | None, lse_bar: Tensor | None, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor,
+    lse: Tensor, loss_bar_dot: Tensor | None, lse_bar_dot: Tensor | None, x_dot: Tensor | None,
+    weight_dot: Tensor | None, bias_dot: Tensor | None, target_dot: Tensor | None, softcap: float, smoothing: float,
+    chunk_rows: int, wanted: list[bool], *, in_place: bool = True,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     sums = _Sums(weight, bias, wanted, in_place=in_place)
     mask = (any(wanted[:3]), wanted[3])
 

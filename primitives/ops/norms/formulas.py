@@ -79,16 +79,9 @@ class Norm:
     """
 
     def __init__(
-        self,
-        x: Tensor,
-        norm_axes: Sequence[int],
-        param_axes: Sequence[int],
-        layout: Callable[[Tensor], Tensor],
-        eps: float = 0.0,
-        *,
-        centered: bool = True,
-        statistics: tuple[Tensor, Tensor] | None = None,
-    ) -> None:
+        self, x: Tensor, norm_axes: Sequence[int], param_axes: Sequence[int], layout: Callable[[Tensor], Tensor],
+        eps: float = 0.0, *, centered: bool = True, statistics: tuple[Tensor, Tensor] | None = None,
+    ) -> None:  # fmt: skip
         self.x, self.layout, self.centered = x, layout, centered
         self.dtype = accumulation_dtype(x.dtype)
         self.norm_axes, self.param_axes = ([axis % x.dim() for axis in axes] for axes in (norm_axes, param_axes))
