@@ -168,7 +168,10 @@ def _audit(place: str, order: int, *, strict: bool) -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     sys.path.insert(0, os.getcwd())
     module, _, name = place.partition(":")
-    function, args = getattr(importlib.import_module(module), name or "main")()
+    made = getattr(importlib.import_module(module), name or "main", None)
+    if made is None:
+        sys.exit(f"audit: {module} has no {name or 'main'}; name a function that returns (function, args).")
+    function, args = made()
     report = pr.audit(function, args, order=order, strict=strict)
     print(report)
     return int(not report)

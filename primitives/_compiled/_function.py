@@ -236,7 +236,7 @@ class CompiledFunction:
             _log.warning(
                 "compile: %s has been compiled for %d different calls: %s. Each takes seconds: pass what changes as a "
                 "tensor, keep sizes fixed, or use dynamic=True.",
-                self,
+                self._name(),
                 _MANY,
                 changes[0] if changes else "the structure of the arguments, or what the function reaches, differs",
             )

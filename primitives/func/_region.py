@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +22,7 @@ from primitives._repair.switch import is_repaired, repaired_thread
 from primitives.func._reached import Reached
 from primitives.tracing._memory import bottom
 from primitives.tracing._modules.lending import attributes_kept, is_lending, running
-from primitives.tracing._recompute import replays
+from primitives.tracing._recompute import replaying_checkpoints, replays
 from primitives.tracing._torch_private import has_data_mutation, is_functional
 
 if TYPE_CHECKING:
@@ -85,10 +86,9 @@ class Region(Recomputable):
             again = self._surroundings(tensors) if is_first else []
             for make in self._again or ():
                 stack.enter_context(make())
-            stack.enter_context(attributes_kept(self._owners))
             start = len(self._places) + len(self._reached.places)
-            stack.enter_context(self._reached.holding(tensors[len(self._places) : start]))
-            used = self._put(tensors[start:])
+            used = stack.enter_context(self._lent(tensors))
+            stack.enter_context(replaying_checkpoints(self._moment(tensors)))
             if self._is_repaired:
                 stack.enter_context(repaired_thread())
             if self._is_lent:
@@ -117,6 +117,29 @@ class Region(Recomputable):
                     if all(isinstance(owner, _NormBase) for owner, _, _ in places[i - start])
                 )
             return *(results[i] for i in self._out_places), *(current[i - start] for i in self.changed)
+
+    @contextlib.contextmanager
+    def _lent(self, tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+        """Context in which captured tensors, parameters and copies of buffers are in their places; the latter two."""
+        start = len(self._places) + len(self._reached.places)
+        with attributes_kept(self._owners), self._reached.holding(tensors[len(self._places) : start]):
+            yield self._put(tensors[start:])
+
+    def _moment(self, tensors: Sequence[Tensor]) -> Callable[[bool], Context | None]:
+        """Tells regions of torch's checkpoint that begin in this run what they find when they are computed again."""
+        thread = threading.get_ident()
+
+        def moment(is_reentrant: bool) -> Context | None:
+            if threading.get_ident() != thread:
+                return None
+            if is_reentrant and torch.is_grad_enabled():
+                raise LeafError(
+                    "torch.utils.checkpoint with use_reentrant=True is called where parameters are those of one call, "
+                    "and looks for them when that has ended. Pass use_reentrant=False, or use primitives.func's."
+                )
+            return functools.partial(self._lent, tensors)
+
+        return moment
 
     def _put(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Put parameters, and copies of buffers, into their places."""

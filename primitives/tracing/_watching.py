@@ -81,6 +81,12 @@ class UserCalls(TorchFunctionMode):
                 f"{self._function}: {_described(args[0])} is given other data through .data, which no graph can hold, "
                 f"at {current_line()}. Use copy_(), or the new tensor itself."
             )
+        if func is torch.Tensor.backward:
+            raise TraceError(
+                f"{self._function}: backward() is called inside the function, at {current_line()}, and no graph holds "
+                ".grad. Return the loss, and call backward() and the optimizer outside; a derivative in the loss is "
+                "torch.autograd.grad(..., create_graph=True), or one of torch.func."
+            )
         lists = [x for x in (*args, *kwargs.values()) if isinstance(x, (list, tuple))] if func in _FACTORIES else []
         read = args[:1] if func in _READS else torch_private.leaves_of(*lists)
         if func in _VALUES and (value := torch_private.constant_value(args[0])) is not None:

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 import os
 import pickle
 import threading
@@ -323,3 +324,24 @@ def test_custom_operators():
     (g,) = torch.autograd.grad(function(x), x, create_graph=True)
     same(g, 3 * X**2)
     same(torch.autograd.grad(g.sum(), x), 6 * X)
+
+
+def test_checkpoints_of_torch_inside_find_the_parameters_of_the_call():
+    net = nn.Sequential(nn.Linear(3, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 1)).double()
+
+    def loss(x, **options):
+        x = x.clone().requires_grad_()
+        y = checkpoint(net, x, **options)
+        (g,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        return (g.norm(dim=1) - 1).square().mean()
+
+    once = functools.partial(loss, use_reentrant=False)
+    plain = functools.partial(checkpoint, net, use_reentrant=False)
+    for run, truth in (
+        (plainly(once), once),
+        (lambda x: pr.func.checkpoint(plain, x).square().sum(), lambda x: net(x).square().sum()),
+    ):
+        with pr.repair_torch():
+            same(gradients(net, run(X)), gradients(net, truth(X)))
+    with pytest.raises(pr.LeafError, match="use_reentrant=False"):
+        plainly(functools.partial(loss, use_reentrant=True))(X)

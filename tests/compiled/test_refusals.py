@@ -36,6 +36,11 @@ def test_values(function):
         plainly(function)(X)
 
 
+def test_a_backward_pass_inside_names_the_line_and_the_remedy():
+    with pytest.raises(pr.TraceError, match=r"backward\(\) is called.*test_refusals.py:\d+.*Return the loss"):
+        plainly(lambda x: x.clone().requires_grad_().sum().backward())(X)
+
+
 def test_values_of_constants_may_be_asked():
     def function(x):
         mask = torch.tensor([True, True, False])
@@ -200,3 +205,4 @@ def test_a_function_that_compiles_again_and_again_says_so_once(caplog):
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert len(warnings) == 1
     assert "k was 6.0 and is 7.0" in warnings[0]
+    assert "\n" not in warnings[0]
