@@ -285,6 +285,22 @@ def test_subclasses_of_tensors_stay_what_they_are():
     torch.testing.assert_close((torch.Tensor(y), torch.Tensor(y_dot)), expected)
 
 
+def test_no_method_of_a_subclass_is_called():
+    class Labeled(torch.Tensor):
+        def to(self, *args, **kwargs):
+            raise AttributeError("_labels")
+
+    x, labels = torch.randn(4, 3, dtype=torch.float64), torch.tensor([0, 1, 2, 0])
+    with pr.repair_torch():
+        found, expected = (
+            _second(lambda x: F.layer_norm(x, (3,)).sin(), x.requires_grad_())
+            for x in (x.as_subclass(Labeled), x.clone())
+        )
+    torch.testing.assert_close(found.as_subclass(torch.Tensor), expected)
+    loss = pr.functional.cross_entropy(x.as_subclass(Labeled), labels)
+    torch.testing.assert_close(loss.as_subclass(torch.Tensor), F.cross_entropy(x, labels))
+
+
 def _in_a_child(queue):
     x = torch.zeros(2, requires_grad=True)
     queue.put(_second(torch.sinc, x).tolist())

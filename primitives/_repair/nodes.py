@@ -192,10 +192,18 @@ def _kernel(name: str, formula: Callable[..., Any], own: Callable[..., Any]) -> 
             args = (torch.empty_like(args[1]).copy_(args[0]), *args[1:])
         if not is_ours or is_repairing(name) or not (is_wrong_at_once or _is_differentiated(args, kwargs)):
             return own(keyset, *args, **kwargs)
-        with repairing(name):
-            return formula(*args, **kwargs)
+        # As in C++, no method and no `__torch_function__` of a subclass (PINA's LabelTensor) has a part in a formula.
+        with repairing(name), _C.DisableTorchFunctionSubclass():
+            return formula(*map(_without_subclass, args), **kwargs)
 
     return kernel
+
+
+def _without_subclass(value: Any) -> Any:
+    is_dispatched = (
+        type(value) is torch.Tensor or not isinstance(value, torch.Tensor) or _C._dispatch_keys(value).has("Python")
+    )
+    return value if is_dispatched else value.as_subclass(torch.Tensor)
 
 
 def _is_one_sample_of_two_layouts(y_bar: Tensor, x: Tensor) -> bool:

@@ -123,7 +123,7 @@ def cross_entropy(
             losses = functools.partial(_losses_of, x, axis)
             labels = _labels("cross_entropy", x, target, ignore_index)
             rows, total = _of_labels(losses, shape, labels, *options) if shape[axis] else (x.sum(axis), 0)
-            return _reduced(rows, total, reduction).to(_result_dtype(x, x.dtype))
+            return _in_result_dtype(_reduced(rows, total, reduction), x.dtype)
         dtype = _promoted(x, target, weight)
         wide = x.double() if dtype == torch.float64 else x
         if shape[axis]:
@@ -131,7 +131,7 @@ def cross_entropy(
         else:
             each = target if weight is None else target * _per_class(weight, shape)
             rows, total = (wide * each).sum(axis), 0
-        return _reduced(rows, total, reduction).to(_result_dtype(x, dtype))
+        return _in_result_dtype(_reduced(rows, total, reduction), dtype)
 
     prefixes = {"target": target, "weight": weight}
     return map_tensors("cross_entropy", check, compute, input, prefixes, namespace=namespace)
@@ -195,7 +195,7 @@ def nll_loss(
         rows = (-picked).masked_fill(labels < 0, 0.0)
         of_rows = _row_weights(labels, weight if x.shape[axis] else None, picked.dtype)
         rows = rows if weight is None else rows * of_rows
-        return _reduced(rows, of_rows.sum(), reduction).to(_result_dtype(x, x.dtype))
+        return _in_result_dtype(_reduced(rows, of_rows.sum(), reduction), x.dtype)
 
     prefixes = {"target": target, "weight": weight}
     return map_tensors("nll_loss", check, compute, input, prefixes, namespace=namespace)
@@ -217,11 +217,12 @@ def _by_legacy(reduction: str, size_average: bool | None, reduce: bool | None) -
     return _reduction.legacy_get_string(size_average, reduce)
 
 
-def _result_dtype(x: Tensor, dtype: torch.dtype) -> torch.dtype:
-    """`dtype`, or float32 where torch's autocast runs losses in it."""
-    if dtype in LOW_PRECISION and torch.is_autocast_enabled(x.device.type):
-        return torch.float32
-    return dtype
+def _in_result_dtype(loss: Tensor, dtype: torch.dtype) -> Tensor:
+    """`loss` in `dtype`, or in float32 where torch's autocast runs losses in it."""
+    if dtype in LOW_PRECISION and torch.is_autocast_enabled(loss.device.type):
+        dtype = torch.float32
+    # Subclasses of tensors (PINA's LabelTensor) may override `to`, which torch's own losses never call.
+    return loss if loss.dtype == dtype else loss.to(dtype)
 
 
 def _promoted(x: Tensor, target: Tensor, weight: Tensor | None) -> torch.dtype:
@@ -379,4 +380,4 @@ def linear_cross_entropy(
         rows, total = _of_labels(losses, of_rows, labels, *options)
         dtype = input.dtype
     rows = rows.reshape((*input.shape[:-1], *rest))
-    return _reduced(rows, total, reduction).to(_result_dtype(input, dtype))
+    return _in_result_dtype(_reduced(rows, total, reduction), dtype)
