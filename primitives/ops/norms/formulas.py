@@ -47,13 +47,12 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from primitives.ops.rules import accumulation_dtype, empty_output
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    import torch
     from torch import Tensor
 
 __all__ = ["Norm", "Running"]
@@ -130,9 +129,9 @@ class Norm:
 
     def project(self, v: Tensor) -> Tensor:
         """`P(v)`, the derivative of x_hat with respect to x along v."""
-        # Expanded, since addcmul of fakes with symbolic sizes does not broadcast.
-        along = -self.mean_of(v * self.x_hat).expand_as(v)
-        return self.rstd * torch.addcmul(v - self.mean_of(v) if self.centered else v, self.x_hat, along)
+        # Not by addcmul, which broadcasts neither symbolic sizes nor shards.
+        along = self.x_hat * self.mean_of(v * self.x_hat)
+        return self.rstd * ((v - self.mean_of(v) if self.centered else v) - along)
 
     def sums(self, v: Tensor | None, dtype: torch.dtype, *, wanted: bool = True) -> Tensor:
         """Sum of v over all axes that a parameter lacks: a cotangent of one; None for 0."""
@@ -202,7 +201,7 @@ class Norm:
         if x_dot is not None:
             g, h = self.scaled(y_bar, weight), self.project(x_dot)
             a, b, s = (-self.rstd * self.mean_of(v) for v in (x_dot * self.x_hat, g * self.x_hat, g * h))
-            inner.append(torch.addcmul(b * x_dot, a.expand_as(g), g))
+            inner.append(b * x_dot + a * g)
             of_x.append(s * self.x_hat)
             of_weight.append(y_bar * h)
         if inner:
