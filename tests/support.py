@@ -44,9 +44,14 @@ def coarsest(*dtypes: torch.dtype) -> torch.dtype:
 
 
 def assert_close(
-    actual: Tensor, expected: Tensor, *, dtype: torch.dtype | None = None, precision: torch.dtype | None = None,
-    order: int = 1, what: str = "result",
-) -> None:  # fmt: skip
+    actual: Tensor,
+    expected: Tensor,
+    *,
+    dtype: torch.dtype | None = None,
+    precision: torch.dtype | None = None,
+    order: int = 1,
+    what: str = "result",
+) -> None:
     """Compare shape, dtype, NaNs and values.
 
     `actual` must have the dtype `dtype` (default: that of `expected`) and the accuracy of `precision` (`dtype`).

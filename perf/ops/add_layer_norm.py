@@ -43,9 +43,15 @@ def _both(y: Tensor, s: Tensor, x: Tensor) -> Tensor:
 
 
 def _function(
-    x: Tensor, residual: Tensor, weight: Any = None, bias: Any = None, norm_ndim: int = 1, p: float = 0.0, *,
+    x: Tensor,
+    residual: Tensor,
+    weight: Any = None,
+    bias: Any = None,
+    norm_ndim: int = 1,
+    p: float = 0.0,
+    *,
     centered: bool,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     shape = x.shape[x.dim() - norm_ndim :]
     if p:
         seed = torch.tensor(SEED, device=x.device)
@@ -62,9 +68,15 @@ def _truth(x: Tensor, *args: Any, **options: Any) -> Tensor:
 
 
 def _formula(
-    x: Tensor, residual: Tensor, weight: Any = None, bias: Any = None, norm_ndim: int = 1, p: float = 0.0, *,
+    x: Tensor,
+    residual: Tensor,
+    weight: Any = None,
+    bias: Any = None,
+    norm_ndim: int = 1,
+    p: float = 0.0,
+    *,
     centered: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     s = residual + (x * true_noise(tuple(x.shape), SEED, 0, p).to(x.device, x.dtype) if p else x)
     return true_norm(s, tuple(range(-norm_ndim, 0)), weight, bias, EPS, centered=centered), s
 

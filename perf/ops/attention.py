@@ -51,9 +51,18 @@ def _seen(x: Tensor, keys: int) -> Tensor:
 
 
 def _attention(
-    x: Tensor, k: Tensor, v: Tensor, bias: Any, keys: int, causal: bool = False, masked: bool = False, p: float = 0.0,
-    lse: bool = True, scale: float = 0.7, **shape: Any,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Any,
+    keys: int,
+    causal: bool = False,
+    masked: bool = False,
+    p: float = 0.0,
+    lse: bool = True,
+    scale: float = 0.7,
+    **shape: Any,
+) -> Tensor:
     noise = {"dropout_p": p, "seed": SEED, "offset": OFFSET} if p else {}
     mask = _seen(x, keys) if masked else None
     o, o_lse = pr.functional.attention(
@@ -70,9 +79,17 @@ def seen_softmax(scores: Tensor, dim: int) -> tuple[Tensor, Tensor]:
 
 
 def true_attention(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, mask: Tensor | None, causal: bool, scale: float,
-    p: float = 0.0, seed: int = SEED, offset: int = OFFSET,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float,
+    p: float = 0.0,
+    seed: int = SEED,
+    offset: int = OFFSET,
+) -> tuple[Tensor, Tensor]:
     """O and lse by the definition."""
     k, v = (t.repeat_interleave(q.shape[-3] // max(t.shape[-3], 1), -3) for t in (k, v))
     scores = scale * q @ k.mT + (0.0 if bias is None else bias)
@@ -86,9 +103,18 @@ def true_attention(
 
 
 def _true_attention(
-    x: Tensor, k: Tensor, v: Tensor, bias: Any, keys: int, causal: bool = False, masked: bool = False, p: float = 0.0,
-    lse: bool = True, scale: float = 0.7, **shape: Any,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Any,
+    keys: int,
+    causal: bool = False,
+    masked: bool = False,
+    p: float = 0.0,
+    lse: bool = True,
+    scale: float = 0.7,
+    **shape: Any,
+) -> Tensor:
     o, o_lse = true_attention(x, k, v, bias, _seen(x, keys) if masked else None, causal, scale, p)
     return o + o_lse.clamp(min=-5).unsqueeze(-1) if lse else o
 
@@ -135,9 +161,14 @@ class Attention(Operands):
 
     @classmethod
     def draw(
-        cls, shape: Sequence[int], keys: int, dtype: torch.dtype = torch.float32, key_heads: int | None = None,
-        value_width: int | None = None, **options: Any,
-    ) -> Attention:  # fmt: skip
+        cls,
+        shape: Sequence[int],
+        keys: int,
+        dtype: torch.dtype = torch.float32,
+        key_heads: int | None = None,
+        value_width: int | None = None,
+        **options: Any,
+    ) -> Attention:
         """Random operands for queries [*batch, heads, rows, width], which lie as [*batch, rows, heads, width]."""
         *batch, heads, rows, width = shape
         of_keys = (*batch, keys, key_heads or heads)

@@ -111,9 +111,15 @@ class CrossEntropy(Operands):
 
     @classmethod
     def draw(
-        cls, shape: Sequence[int], dim: int, dtype: torch.dtype = torch.float32,
-        arrange: Callable[[Tensor], Tensor] = torch.Tensor.contiguous, *, labels: bool = True, smoothing: float = 0.0,
-    ) -> CrossEntropy:  # fmt: skip
+        cls,
+        shape: Sequence[int],
+        dim: int,
+        dtype: torch.dtype = torch.float32,
+        arrange: Callable[[Tensor], Tensor] = torch.Tensor.contiguous,
+        *,
+        labels: bool = True,
+        smoothing: float = 0.0,
+    ) -> CrossEntropy:
         """Random operands in some layout."""
         x, target, x_dot, target_dot = (random(*shape, dtype=torch.float64, seed=seed) for seed in range(4))
         rows = torch.Size((*shape[:dim], *shape[dim + 1 :]))

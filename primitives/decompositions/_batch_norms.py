@@ -38,9 +38,16 @@ class _Normalized(NamedTuple):
 
 
 def _normalize(
-    caller: str, input: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor | None,
-    running_var: Tensor | None, training: bool, momentum: float, eps: float,
-) -> _Normalized:  # fmt: skip
+    caller: str,
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> _Normalized:
     check_batch_norm(caller, input, weight, bias, running_mean, running_var, training)
     if training and input.numel() == 0:
         raise RuntimeError(f"{caller}: input must have at least one element in training, got {list(input.shape)}.")

@@ -23,10 +23,16 @@ _SUM, _MEAN, _MAX = 0, 1, 2  # as in ATen's enumeration
 
 @register_decomposition(aten._embedding_bag)
 def embedding_bag(
-    weight: Tensor, indices: Tensor, offsets: Tensor, scale_grad_by_freq: bool = False, mode: int = _SUM,
-    sparse: bool = False, per_sample_weights: Tensor | None = None, include_last_offset: bool = False,
+    weight: Tensor,
+    indices: Tensor,
+    offsets: Tensor,
+    scale_grad_by_freq: bool = False,
+    mode: int = _SUM,
+    sparse: bool = False,
+    per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False,
     padding_idx: int = -1,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Sums, means or largest numbers of rows of `weight`, a bag of them at a time, and which rows they were."""
     factors = None if per_sample_weights is None else constant_p(per_sample_weights)
     args = scale_grad_by_freq, mode, sparse, factors, include_last_offset, padding_idx
@@ -62,9 +68,16 @@ _INITIAL = {"sum": 0.0, "mean": 0.0, "prod": 1.0, "max": -math.inf, "min": math.
 
 @register_decomposition(aten.segment_reduce)
 def segment_reduce(
-    data: Tensor, reduce: str, *, lengths: Tensor | None = None, indices: Tensor | None = None,
-    offsets: Tensor | None = None, axis: int = 0, unsafe: bool = False, initial: float | None = None,
-) -> Tensor:  # fmt: skip
+    data: Tensor,
+    reduce: str,
+    *,
+    lengths: Tensor | None = None,
+    indices: Tensor | None = None,
+    offsets: Tensor | None = None,
+    axis: int = 0,
+    unsafe: bool = False,
+    initial: float | None = None,
+) -> Tensor:
     """Segments of an axis reduced, the first `lengths[..., 0]` numbers first."""
     require(reduce in _INITIAL, f"segment_reduce: reduce must be known, got {reduce!r}.")
     if offsets is not None:

@@ -72,9 +72,14 @@ def log_sigmoid(self: Tensor) -> Tensor:
 
 @register_decomposition([aten.nll_loss_backward, aten.nll_loss2d_backward])
 def nll_loss_backward(
-    grad_output: Tensor, self: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int,
+    grad_output: Tensor,
+    self: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    reduction: int,
+    ignore_index: int,
     total_weight: Tensor,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Cotangent of the log-probabilities `self`, `[C]` or `[N, C, *]`: minus the class weight where the target is."""
     axis = 0 if self.dim() < 2 else 1
     if reduction == REDUCTION_MEAN:

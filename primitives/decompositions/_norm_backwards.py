@@ -27,9 +27,15 @@ def _projected(v: Tensor, x_hat: Tensor, rstd: Tensor, axes: list[int]) -> Tenso
 
 @register_decomposition(aten.native_layer_norm_backward)
 def native_layer_norm_backward(
-    grad_out: Tensor, input: Tensor, normalized_shape: Sequence[int], mean: Tensor, rstd: Tensor,
-    weight: Tensor | None, bias: Tensor | None, output_mask: Sequence[bool],
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    grad_out: Tensor,
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    output_mask: Sequence[bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Cotangents of input, weight and bias of a layer norm; what the mask leaves out, or is not there, is `None`."""
     axes = list(range(-len(normalized_shape), 0))
     rows = list(range(input.dim() - len(normalized_shape)))
@@ -56,9 +62,17 @@ def _sum(v: Tensor, axes: list[int]) -> Tensor:
 
 @register_decomposition(aten.native_batch_norm_backward)
 def native_batch_norm_backward(
-    grad_out: Tensor, input: Tensor, weight: Tensor | None, running_mean: Tensor | None, running_var: Tensor | None,
-    save_mean: Tensor | None, save_invstd: Tensor | None, train: bool, eps: float, output_mask: Sequence[bool],
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    grad_out: Tensor,
+    input: Tensor,
+    weight: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    save_mean: Tensor | None,
+    save_invstd: Tensor | None,
+    train: bool,
+    eps: float,
+    output_mask: Sequence[bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Cotangents of input, weight and bias of a batch norm; what the mask leaves out is `None`.
 
     Weight and bias have the shape `[C]`; ATen gives bias its cotangent even without a weight.

@@ -60,9 +60,14 @@ def check_layer_norm(
 
 
 def check_batch_norm(
-    caller: str, x: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor | None,
-    running_var: Tensor | None, training: bool,
-) -> None:  # fmt: skip
+    caller: str,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+) -> None:
     """Raise what torch raises for these arguments of a batch norm."""
     running = {"running_mean": running_mean, "running_var": running_var}
     for name, statistic in running.items():

@@ -255,9 +255,17 @@ def channels_of_nothing(*params: Tensor | None) -> int:
 
 
 def batch_norm(
-    op_name: str, label: str, x: Tensor, running_mean: Tensor | None, running_var: Tensor | None,
-    weight: Tensor | None, bias: Tensor | None, *, training: bool, is_whole: bool = True,
-) -> None:  # fmt: skip
+    op_name: str,
+    label: str,
+    x: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    *,
+    training: bool,
+    is_whole: bool = True,
+) -> None:
     """Raise unless the arguments of a batch norm fit one another; `is_whole`: no other process has a part of `x`."""
     is_empty_row = x.dim() == 1 and x.numel() == 0
     if not is_empty_row and x.dim() < BATCH_NORM_MIN_DIM:
@@ -288,9 +296,16 @@ def batch_norm(
 
 
 def is_plain_batch_norm(
-    x: Any, running_mean: Any, running_var: Any, weight: Any, bias: Any, training: Any, momentum: Any, eps: Any,
+    x: Any,
+    running_mean: Any,
+    running_var: Any,
+    weight: Any,
+    bias: Any,
+    training: Any,
+    momentum: Any,
+    eps: Any,
     residual: Any = None,
-) -> bool:  # fmt: skip
+) -> bool:
     """Whether this passes `batch_norm`, and `added` with a residual, and needs no look at trees.
 
     In training that has more than one sample, a positive eps, and running statistics that do not require grad.

@@ -58,10 +58,18 @@ class RowMap:
     """
 
     def __init__(
-        self, value: Primitive, kept: str, options: str, bwd: Formula, jvp: Formula | None = None,
-        second_order: tuple[Formula, Formula] | None = None, *, by_aten: Formula | None = None,
-        counter: str | None = None, room: str = "softmax",
-    ) -> None:  # fmt: skip
+        self,
+        value: Primitive,
+        kept: str,
+        options: str,
+        bwd: Formula,
+        jvp: Formula | None = None,
+        second_order: tuple[Formula, Formula] | None = None,
+        *,
+        by_aten: Formula | None = None,
+        counter: str | None = None,
+        room: str = "softmax",
+    ) -> None:
         self.ops = {"fwd": value}
         self._kept, self._options = kept, [option.split()[-1] for option in options.split(", ")]
         self._of_k, self._dtype = [kept, *value.spec.statistics], ["x_dtype"] * (kept == "y")

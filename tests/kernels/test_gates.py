@@ -24,9 +24,16 @@ NUM_ROWS, NUM_COLS = 6, 1000
 
 
 def _center_rows(
-    x_ptr, y_ptr, num_cols, shift, SCALE: tl.constexpr, STORES: tl.constexpr, LANES: tl.constexpr, APART: tl.constexpr,
+    x_ptr,
+    y_ptr,
+    num_cols,
+    shift,
+    SCALE: tl.constexpr,
+    STORES: tl.constexpr,
+    LANES: tl.constexpr,
+    APART: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
-):  # fmt: skip
+):
     """`x - mean(x)` of a row per program, with as many mistakes as its flags ask for."""
     row, cols = tl.program_id(0) * num_cols, tl.arange(0, BLOCK_COLS)
     mask = cols < num_cols

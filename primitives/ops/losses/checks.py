@@ -59,9 +59,16 @@ def loss(
 
 
 def fit(
-    op_name: str, label: str, dtype: torch.dtype, device: torch.device, shape: tuple[int, ...], target: Tensor | None,
-    weight: Tensor | None, *, takes_probabilities: bool,
-) -> None:  # fmt: skip
+    op_name: str,
+    label: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    shape: tuple[int, ...],
+    target: Tensor | None,
+    weight: Tensor | None,
+    *,
+    takes_probabilities: bool,
+) -> None:
     """Raise unless `target` and `weight` fit logits of this shape, dtype and device, of which `label` is the name."""
     if target is None:
         raise DtypeError(f"{op_name}: target must be a tensor, got NoneType.")
@@ -120,9 +127,14 @@ def _layer(x: Tensor, linear_weight: Tensor, linear_bias: Tensor | None) -> None
 
 
 def linear_loss(
-    x: Tensor, linear_weight: Tensor, target: Tensor, linear_bias: Tensor | None, weight: Tensor | None, *,
+    x: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    linear_bias: Tensor | None,
+    weight: Tensor | None,
+    *,
     shift: bool,
-) -> tuple[int, ...]:  # fmt: skip
+) -> tuple[int, ...]:
     """The shape of the logits; raises unless the arguments of a linear cross-entropy fit one another."""
     given = {"input": x, "linear_weight": linear_weight, "target": target, "linear_bias": linear_bias, "weight": weight}
     for label, value in given.items():

@@ -157,8 +157,14 @@ class _Sums:
 
 @linear_cross_entropy_p.def_reference
 def _forward(
-    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, softcap: float, smoothing: float, chunk_rows: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    softcap: float,
+    smoothing: float,
+    chunk_rows: int,
+) -> tuple[Tensor, Tensor]:
     parts = [
         cross_entropy_p(_logits(rows, weight, bias, softcap).z, labels, 1, smoothing)
         for rows, labels in _chunks(x, chunk_rows, target)
@@ -168,9 +174,20 @@ def _forward(
 
 
 def _bwd(
-    loss_bar: Tensor | None, lse_bar: Tensor | None, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor,
-    lse: Tensor, softcap: float, smoothing: float, chunk_rows: int, wanted: list[bool], *, in_place: bool = True,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    loss_bar: Tensor | None,
+    lse_bar: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    lse: Tensor,
+    softcap: float,
+    smoothing: float,
+    chunk_rows: int,
+    wanted: list[bool],
+    *,
+    in_place: bool = True,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     sums = _Sums(weight, bias, wanted, in_place=in_place)
     mask = (any(wanted[:3]), wanted[3])
 
@@ -190,10 +207,19 @@ def _bwd(
 
 
 def _jvp(
-    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, lse: Tensor, x_dot: Tensor | None,
-    weight_dot: Tensor | None, bias_dot: Tensor | None, target_dot: Tensor | None, softcap: float, smoothing: float,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    lse: Tensor,
+    x_dot: Tensor | None,
+    weight_dot: Tensor | None,
+    bias_dot: Tensor | None,
+    target_dot: Tensor | None,
+    softcap: float,
+    smoothing: float,
     chunk_rows: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     def of_chunk(rows: Tensor, labels: Tensor, row_lse: Tensor, rows_dot: Any, labels_dot: Any) -> Any:
         logits = _logits(rows, weight, bias, softcap, 1)
         h_dot = _h_dot(rows, weight, rows_dot, weight_dot, bias_dot, logits.z)
@@ -220,11 +246,26 @@ def _h_dot(
 
 
 def _bwd_jvp(
-    loss_bar: Tensor | None, lse_bar: Tensor | None, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor,
-    lse: Tensor, loss_bar_dot: Tensor | None, lse_bar_dot: Tensor | None, x_dot: Tensor | None,
-    weight_dot: Tensor | None, bias_dot: Tensor | None, target_dot: Tensor | None, softcap: float, smoothing: float,
-    chunk_rows: int, wanted: list[bool], *, in_place: bool = True,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    loss_bar: Tensor | None,
+    lse_bar: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    lse: Tensor,
+    loss_bar_dot: Tensor | None,
+    lse_bar_dot: Tensor | None,
+    x_dot: Tensor | None,
+    weight_dot: Tensor | None,
+    bias_dot: Tensor | None,
+    target_dot: Tensor | None,
+    softcap: float,
+    smoothing: float,
+    chunk_rows: int,
+    wanted: list[bool],
+    *,
+    in_place: bool = True,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     sums = _Sums(weight, bias, wanted, in_place=in_place)
     mask = (any(wanted[:3]), wanted[3])
 

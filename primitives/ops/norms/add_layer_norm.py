@@ -98,9 +98,19 @@ def _added(
 
 @add_layer_norm_p.def_reference
 def _add_layer_norm_reference(
-    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, seed: Tensor | None, p: float,
-    y_dtype: torch.dtype, norm_ndim: int, batch_ndim: int, eps: float, centered: bool, rounded: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    seed: Tensor | None,
+    p: float,
+    y_dtype: torch.dtype,
+    norm_ndim: int,
+    batch_ndim: int,
+    eps: float,
+    centered: bool,
+    rounded: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     s = _added(residual, x, seed, p, batch_ndim, residual)
     options = (norm_ndim, batch_ndim, eps, centered)
     if not rounded or s.dtype == y_dtype:
@@ -115,9 +125,20 @@ def _add_layer_norm_reference(
 
 @add_layer_norm_bwd_p.def_reference
 def _add_layer_norm_bwd_reference(
-    y_bar: Tensor, s_bar: Tensor | None, s: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor,
-    seed: Tensor | None, p: float, norm_ndim: int, batch_ndim: int, eps: float, centered: bool, wanted: list[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    y_bar: Tensor,
+    s_bar: Tensor | None,
+    s: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    seed: Tensor | None,
+    p: float,
+    norm_ndim: int,
+    batch_ndim: int,
+    eps: float,
+    centered: bool,
+    wanted: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     want_x, want_residual, *want_params = wanted
     # In the dtype of sums, since what layer norm gives is added to before it is rounded.
     acc, options = accumulation_dtype(s.dtype), (norm_ndim, batch_ndim, eps, centered)
@@ -138,10 +159,22 @@ def _add_layer_norm_bwd_reference(
 
 @add_layer_norm_jvp_p.def_reference
 def _add_layer_norm_jvp_reference(
-    s: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor, x_dot: Tensor | None, residual_dot: Tensor | None,
-    weight_dot: Tensor | None, bias_dot: Tensor | None, seed: Tensor | None, p: float, y_dtype: torch.dtype,
-    norm_ndim: int, batch_ndim: int, eps: float, centered: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    s: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    x_dot: Tensor | None,
+    residual_dot: Tensor | None,
+    weight_dot: Tensor | None,
+    bias_dot: Tensor | None,
+    seed: Tensor | None,
+    p: float,
+    y_dtype: torch.dtype,
+    norm_ndim: int,
+    batch_ndim: int,
+    eps: float,
+    centered: bool,
+) -> tuple[Tensor, Tensor]:
     acc = accumulation_dtype(s.dtype)
     wide, params = s.to(acc), [_in(acc, param) for param in (weight, weight_dot, bias_dot)]
     moves = x_dot is not None or residual_dot is not None

@@ -78,9 +78,16 @@ class Norm:
     """
 
     def __init__(
-        self, x: Tensor, norm_axes: Sequence[int], param_axes: Sequence[int], layout: Callable[[Tensor], Tensor],
-        eps: float = 0.0, *, centered: bool = True, statistics: tuple[Tensor, Tensor] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        x: Tensor,
+        norm_axes: Sequence[int],
+        param_axes: Sequence[int],
+        layout: Callable[[Tensor], Tensor],
+        eps: float = 0.0,
+        *,
+        centered: bool = True,
+        statistics: tuple[Tensor, Tensor] | None = None,
+    ) -> None:
         self.x, self.layout, self.centered = x, layout, centered
         self.dtype = accumulation_dtype(x.dtype)
         self.norm_axes, self.param_axes = ([axis % x.dim() for axis in axes] for axes in (norm_axes, param_axes))
@@ -209,9 +216,14 @@ class Norm:
         return of_x, of_weight
 
     def pairing(
-        self, y_bar: Tensor, weight: Tensor | None, x_dot: Tensor | None, weight_dot: Tensor | None,
-        bias_dot: Tensor | None, wanted: Sequence[bool],
-    ) -> tuple[Tensor, ...]:  # fmt: skip
+        self,
+        y_bar: Tensor,
+        weight: Tensor | None,
+        x_dot: Tensor | None,
+        weight_dot: Tensor | None,
+        bias_dot: Tensor | None,
+        wanted: Sequence[bool],
+    ) -> tuple[Tensor, ...]:
         """Gradient of L in y_bar, x, weight, x_dot, weight_dot and bias_dot."""
         y_bar_bar = self.jvp(weight, x_dot, weight_dot, bias_dot) if wanted[0] else []
         return (
@@ -221,9 +233,14 @@ class Norm:
         )
 
     def bwd_jvp(
-        self, y_bar: Tensor, weight: Tensor | None, y_bar_dot: Tensor | None, x_dot: Tensor | None,
-        weight_dot: Tensor | None, wanted: Sequence[bool],
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        self,
+        y_bar: Tensor,
+        weight: Tensor | None,
+        y_bar_dot: Tensor | None,
+        x_dot: Tensor | None,
+        weight_dot: Tensor | None,
+        wanted: Sequence[bool],
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Tangents of the cotangents of x, weight and bias."""
         y_bar, y_bar_dot, x_dot = self.wide(y_bar), self.wide(y_bar_dot), self.wide(x_dot)
         dtype, of_x, of_weight = self.x.dtype if weight is None else weight.dtype, [], []

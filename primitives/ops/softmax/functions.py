@@ -178,9 +178,15 @@ def softmin(
 
 
 def _over_axis(
-    name: str, compute: Callable[[Tensor, int, Tensor | None], Tensor], input: Any, dim: int | None,
-    dtype: torch.dtype | None, mask: Any, stacklevel: int, namespace: str,
-) -> Any:  # fmt: skip
+    name: str,
+    compute: Callable[[Tensor, int, Tensor | None], Tensor],
+    input: Any,
+    dim: int | None,
+    dtype: torch.dtype | None,
+    mask: Any,
+    stacklevel: int,
+    namespace: str,
+) -> Any:
     """`compute(x, axis, mask)` of every tensor of `input` as one that has axes, with a mask of its shape."""
 
     def check(label: str, x: Tensor, mask: Tensor | None) -> None:
