@@ -11,6 +11,7 @@ Run: `python -m perf.torch_derivatives`, once for each version of torch. It take
 
 from __future__ import annotations
 
+import argparse
 import csv
 import functools
 import re
@@ -359,6 +360,7 @@ def main() -> None:
     """Write the table: of torch, and of torch repaired."""
     from torch.testing._internal.common_methods_invocations import op_db
 
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter).parse_args()
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
     calls = recorded(op_db)
