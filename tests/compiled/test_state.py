@@ -185,6 +185,11 @@ class Constants:
     direction, mask = data(6, 3, seed=8), torch.tensor([True, False, True])
 
 
+# Older functionalization takes no tensor that the tracer does not know.
+KNOWS_CONSTANTS = pytest.mark.skipif(torch.__version__ < "2.13", reason="torch 2.13 lets constants be watched")
+
+
+@KNOWS_CONSTANTS
 def test_copies_of_constants_may_be_written_to():
     def doubled(x):
         y = x.clone()
@@ -205,7 +210,12 @@ def test_copies_of_constants_may_be_written_to():
 
 @pytest.mark.parametrize(
     "write",
-    [lambda y: y.add_(1), lambda y: y.view(-1)[:2].zero_(), lambda y: y.__iadd__(1), lambda y: y.T.__setitem__(0, 1)],
+    [
+        lambda y: y.add_(1),
+        pytest.param(lambda y: y.view(-1)[:2].zero_(), marks=KNOWS_CONSTANTS),
+        lambda y: y.__iadd__(1),
+        lambda y: y.T.__setitem__(0, 1),
+    ],
 )
 def test_constants_may_not_be_written_to(write):
     before = Constants.direction.clone()

@@ -190,7 +190,7 @@ class _Constants(torch_private.TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         """The call."""
         writes = bool(written_by(func, args, kwargs or {}))
-        if not writes and func not in _LIFTS:
+        if _MAY_WRAP_CONSTANTS and not writes and func not in _LIFTS:
             args, kwargs = torch_private.mapped_constants(self._wrapped, (args, kwargs or {}))
         result = func(*args, **kwargs or {})
         if writes and self.refusal is None:
@@ -204,6 +204,8 @@ class _Constants(torch_private.TorchDispatchMode):
         return self._constants[id(x)][1]
 
 
+# Before torch 2.13 functionalization refuses what the tracer does not know; copies of constants are read there alone.
+_MAY_WRAP_CONSTANTS = torch.__version__ >= "2.13"
 # What makes tensors of literals of a program.
 _LIFTS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default, torch.ops.aten.lift.default)
 
