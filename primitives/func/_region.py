@@ -122,8 +122,10 @@ class Region(Recomputable):
     def _lent(self, tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         """Context in which captured tensors, parameters and copies of buffers are in their places; the latter two."""
         start = len(self._places) + len(self._reached.places)
-        with attributes_kept(self._owners), self._reached.holding(tensors[len(self._places) : start]):
-            yield self._put(tensors[start:])
+        with attributes_kept(self._owners):
+            used = self._put(tensors[start:])
+            with self._reached.holding(tensors[len(self._places) : start], used):
+                yield used
 
     def _moment(self, tensors: Sequence[Tensor]) -> Callable[[bool], Context | None]:
         """Tells regions of torch's checkpoint that begin in this run what they find when they are computed again."""

@@ -222,3 +222,21 @@ def test_constants_may_not_be_written_to(write):
     with pytest.raises(pr.MutationError, match=r"written to.*test_state.py"):
         plainly(lambda x: (write(Constants.direction), x * 2)[1])(X)
     same(Constants.direction, before)
+
+
+@pytest.mark.parametrize("made", [list, tuple, lambda ps: {"inner": [*ps]}], ids=["list", "tuple", "tree"])
+def test_a_variable_that_holds_parameters_of_a_module_holds_those_of_the_call(made):
+    net = mlp()
+    held = made(net.parameters())
+
+    def loss(x):
+        params = held["inner"] if isinstance(held, dict) else held
+        gradients = torch.autograd.grad(net(x).square().sum(), params, create_graph=True)
+        return sum(g.square().sum() for g in gradients)
+
+    step = plainly(loss)
+    same(gradients(net, step(X)), gradients(net, loss(X)))
+    # The module has another weight now than the variable: they part ways.
+    net[0].weight = nn.Parameter(2 * net[0].weight.detach())
+    with pytest.raises(RuntimeError, match="not have been used"):
+        step(X)
