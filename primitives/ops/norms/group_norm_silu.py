@@ -91,11 +91,17 @@ def _value(norm: Any, x: Tensor, weight: Any, bias: Any, batch_ndim: int, eps: f
     return silu(z).to(x.dtype), mean, rstd
 
 
-def _cotangents(norm: Any, norm_bwd: Any, y_bar: Tensor, x: Tensor, weight: Any, bias: Any, *args: Any) -> Any:
+def _sloped(v: Tensor, z: Tensor) -> Tensor:
+    return v * _slopes(z)[0]
+
+
+def _cotangents(
+    sloped: Any, norm: Any, norm_bwd: Any, y_bar: Tensor, x: Tensor, weight: Any, bias: Any, *args: Any
+) -> Any:
     mean, rstd, batch_ndim, eps, grouped, wanted = args
     wide, weight_wide, bias_wide = _wide(x, weight, bias)
     z = norm(wide, weight_wide, bias_wide, _NORM_NDIM, batch_ndim, eps, True, False, grouped)[0]
-    z_bar = y_bar.to(wide.dtype) * _slopes(z)[0]
+    z_bar = sloped(y_bar.to(wide.dtype), z)
     bars = norm_bwd(z_bar, wide, weight_wide, mean, rstd, _NORM_NDIM, batch_ndim, eps, True, grouped, wanted)
     dtypes = (x.dtype, *[wide.dtype if weight is None else weight.dtype] * 2)
     return tuple(
@@ -103,23 +109,24 @@ def _cotangents(norm: Any, norm_bwd: Any, y_bar: Tensor, x: Tensor, weight: Any,
     )
 
 
-def _tangent(norm: Any, norm_jvp: Any, x: Tensor, weight: Any, bias: Any, *args: Any) -> Tensor:
+def _tangent(sloped: Any, norm: Any, norm_jvp: Any, x: Tensor, weight: Any, bias: Any, *args: Any) -> Tensor:
     mean, rstd, *dots, batch_ndim, eps, grouped = args
     wide, weight, bias, *dots = _wide(x, weight, bias, *dots)
     z = norm(wide, weight, bias, _NORM_NDIM, batch_ndim, eps, True, False, grouped)[0]
     z_dot = norm_jvp(wide, weight, mean, rstd, *dots, _NORM_NDIM, batch_ndim, eps, True, grouped)
-    return (z_dot * _slopes(z)[0]).to(x.dtype)
+    return sloped(z_dot, z).to(x.dtype)
 
 
-_NORM = (layer_norm_p,), (layer_norm_p, layer_norm_bwd_p), (layer_norm_p, layer_norm_jvp_p)
-for op, formula, of in zip(
-    (group_norm_silu_p, group_norm_silu_bwd_p, group_norm_silu_jvp_p),
-    (_value, _cotangents, _tangent),
-    _NORM,
-    strict=True,
+group_norm_silu_p.def_reference(functools.partial(_value, layer_norm_p.rule("reference")))
+group_norm_silu_p.def_kernel("cpu")(functools.partial(_value, layer_norm_p.rules.cpu))
+for op, formula, of_norm in (
+    (group_norm_silu_bwd_p, _cotangents, layer_norm_bwd_p),
+    (group_norm_silu_jvp_p, _tangent, layer_norm_jvp_p),
 ):
-    op.def_reference(functools.partial(formula, *[p.rule("reference") for p in of]))
-    op.def_kernel("cpu")(functools.partial(formula, *[p.rules.cpu for p in of]))
+    op.def_reference(functools.partial(formula, _sloped, *[p.rule("reference") for p in (layer_norm_p, of_norm)]))
+    # One call of ATen.
+    sloped = torch.ops.aten.silu_backward.default
+    op.def_kernel("cpu")(functools.partial(formula, sloped, *[p.rules.cpu for p in (layer_norm_p, of_norm)]))
 
 _LAUNCHED = {"norm_ndim": _NORM_NDIM, "silu": True}
 bind_kernels(group_norm_silu_p, "norms.layer_norm", "layer_norm_fwd", **_LAUNCHED)
