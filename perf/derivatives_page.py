@@ -44,6 +44,9 @@ Written by `python -m perf.derivatives_page > docs/reference/torch_derivatives.m
 
 # Why an operator is not right in every nesting with the repair on, too.
 REASONS = {
+    "aten.lift_fresh.default": (
+        "it stands for a literal, as `torch.tensor(1.0)` makes one, and no literal has a tangent by `forward_ad`."
+    ),
     "aten.binary_cross_entropy_with_logits.default": (
         "functorch's own kernel runs before the repair's, and raises in three nested `jvp` of both target and input."
     ),

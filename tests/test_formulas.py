@@ -259,4 +259,5 @@ def test_the_page_of_the_table_is_written_from_it_and_repaired_torch_is_nowhere_
     assert path.read_text(encoding="utf-8") == page(), "run: python -m perf.derivatives_page"
     (_, total, *_), (_, _, wrong, early, _) = counts(read_table())
     assert total > 300
-    assert (wrong, early) == (0, 0)
+    # The one stands for literals, which have no tangent; the page has its reason.
+    assert (wrong, early) == (0, 1)
