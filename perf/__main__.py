@@ -67,7 +67,7 @@ def _emulate(options: argparse.Namespace) -> int:
 
     records = {case.name: case for case in ops.CASES}
     if options.op not in records or not records[options.op].small_workloads:
-        raise ValueError(f"There is no operation {options.op} to emulate: {', '.join(records)}.")
+        raise ValueError(f"emulate: the operation must be one of {', '.join(records)}, got {options.op}.")
     workload, is_wrong = records[options.op].small_workloads[0], False
     for mode in options.mode or workload.modes:
         for call in workload.record.calls(workload, mode, True):

@@ -1,4 +1,4 @@
-"""The first six steps of `perf/compiled_losses.py` in JAX, which is no dependency."""
+"""The first six steps of `perf/compiled_losses.py` in JAX, an optional package."""
 
 from __future__ import annotations
 

@@ -209,8 +209,8 @@ def write(found: Sequence[dict[str, Any]], folder: Path) -> None:
 _PAGE = """# Compiled training steps
 
 `python -m perf compile --write` makes this page: loss and gradients of all weights, float32, one CPU thread, the
-least time of each in turns. A dash: it raises, does not take the loss whole, or there is no such step. *Difference*
-is the largest relative one from eager. *First call* is one in a fresh process without Inductor's files
+least time of each in turns. A dash: the compiler raises, breaks the graph, or nobody wrote the step for it.
+*Difference* is the largest relative one from eager. *First call* is one in a fresh process without Inductor's files
 (`primitives.compile`, "ours" / torch.compile / jax.jit), *again* ours in a process that finds them. *Saved* is kept
 for the backward pass besides weights and data (eager / ours / the step without the JVP, where its target is
 constant); *peak* is a step's memory besides its arguments (eager / ours / torch.compile).

@@ -181,7 +181,9 @@ def test_a_batch_whose_operators_return_other_strides():
     params, x = {name: p.detach() for name, p in layer.named_parameters()}, data(3, 5, 4)
 
     def per_sample(model):
-        loss = lambda p, x: torch.func.functional_call(model, p, (x[None],)).sin().sum()  # noqa: E731 - a function each
+        def loss(p, x):
+            return torch.func.functional_call(model, p, (x[None],)).sin().sum()
+
         return torch.func.vmap(torch.func.grad(loss), (None, 0))(params, x)
 
     with pr.repair_torch():

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import types
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import pytest
@@ -33,7 +34,7 @@ class Case(NamedTuple):
     """
 
     make: Callable[[], Any]
-    limits: dict[str, int] = {}  # noqa: RUF012
+    limits: Mapping[str, int] = types.MappingProxyType({})
     why: str = ""
     reads: float = 1
     width: int = 16
