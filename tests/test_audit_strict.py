@@ -1,5 +1,7 @@
 """`audit(strict=True)`: it names the module, the line and the exception of a derivative that is wrong."""
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -202,7 +204,9 @@ def test_strict_judges_a_function_that_torch_func_refuses():
     assert finding.raises == ("jvp(jvp)",)
     assert "setup_context" in finding.remedy
     assert pr.audit(function, (torch.randn(2, 3),), order=1, strict=True)
-    assert pr.audit(function, (torch.randn(2, 3),), strict=True).failed == ("ff",)
+    report = pr.audit(function, (torch.randn(2, 3),), strict=True)
+    assert set(report.errors) == {"f", "r", "fr", "rf", "rr"}
+    assert (report.failed, report.ok) == ((), False)
     Sine.factor = 1.01
     assert pr.audit(function, (torch.randn(2, 3),), order=1, strict=True).failed == ("r",)
 
@@ -246,3 +250,34 @@ def test_a_module_that_keeps_its_result_is_audited_strictly():
     assert report, report
     assert model.state is None
     assert pr.audit(model, (torch.randn(2, 3),)), "slices are assigned to"
+
+
+def penalty(critic, x):
+    """Of Wasserstein critics, as people write it."""
+    x = x.detach().requires_grad_()
+    (gradient,) = torch.autograd.grad(critic(x).sum(), x, create_graph=True)
+    return ((gradient.norm(dim=-1) - 1) ** 2).mean()
+
+
+def test_a_loss_that_takes_a_gradient_is_judged_in_the_parameters_that_it_reaches():
+    torch.manual_seed(0)
+    net, x = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.SiLU(), nn.Linear(4, 1)), torch.randn(3, 4)
+    losses = [(functools.partial(penalty, net, x), ()), (functools.partial(penalty, x=x), (net,))]
+    for loss, args in losses:
+        assert [f.remedy for f in pr.audit(loss, args, order=1).findings] == ["pr.repair_torch()"]
+        assert pr.audit(loss, args, order=1, strict=True), "torch has this derivative of the norm's backward pass right"
+        with pr.repair_torch():
+            assert pr.audit(loss, args)
+            assert pr.audit(loss, args, strict=True)
+    (_, finding) = pr.audit(*losses[0], strict=True).findings
+    assert (finding.operation, finding.remedy) == ("function penalty", "pr.repair_torch()")
+    assert [place.split()[-1] for place in finding.places] == ["aten.native_layer_norm_backward.default"]
+    with pr.repair_torch():
+        (finding,) = pr.audit(penalty, (net, x), order=1, strict=True).findings
+    assert "functools.partial" in finding.remedy
+    assert any("uses a detached tensor" in place for place in finding.places)
+
+
+def test_a_function_that_no_derivative_reaches_is_no_right_one():
+    (finding,) = pr.audit(lambda x: x.detach().exp(), (torch.randn(3),)).findings
+    assert "no operation was reached" in finding.remedy

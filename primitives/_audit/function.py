@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from primitives._audit.nestings import described, nested, nested_by_autograd, nestings
+from primitives._audit.nestings import described, nested_by_autograd, nestings
 from primitives._audit.recording import (
     Recorder,
     autograd_functions,
@@ -22,12 +22,15 @@ from primitives._core.errors import LeafError, check_callable, remedy_noted
 from primitives._core.trees.nodes import leaves_of_nodes, mapped_nodes
 from primitives._repair.switch import is_repaired
 from primitives._warm_up import tensors_kept
+from primitives.func._reached import Reached
 from primitives.tracing._modules.lending import attributes_kept
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
 __all__ = ["audit"]
+_REPAIR = "pr.repair_torch()"
+_UNCUT = "let the derivative through there; bind what the function holds constant by functools.partial"
 _CUSTOM = "pr.custom_op with rules that pr.testing.check_rules proves"
 
 
@@ -48,20 +51,21 @@ def audit(
     gradients, attributes of the modules and random states come back as they were.
 
     A derivative that `function` takes itself counts: with a loss that holds a JVP, `order=1` is the gradient of that
-    loss, and the operations of the JVP are listed like others.
+    loss, and the operations of the JVP are listed like others. A loss that starts with `x.detach()` has no derivative
+    in x: `audit(functools.partial(loss, x), ())` holds x constant.
 
     Args:
-        function: A module or a function of tensors and pytrees of them.
+        function: A module or a function of tensors, modules and pytrees of them.
         args: Tuple of its positional arguments. The floating-point tensors among them and among the keyword arguments
-            are differentiated, and the parameters of a module.
+            are differentiated, and the parameters of all modules that are given, or that the function reaches.
         kwargs: Its keyword arguments.
         order: Up to how many derivatives are nested, 1 to 3: 2 for a gradient through a JVP, a Hessian-vector product
             or a gradient penalty.
         strict: Whether to run the function in float64 too, and to compare each nesting with central differences along
             a random direction. A nesting that is wrong is traced to the innermost module that has it wrong. This takes
             some minutes where one call takes seconds; the logger `primitives.audit` tells its progress at level INFO.
-            If an `autograd.Function` has no `setup_context`, which `torch.func` refuses, `torch.autograd` nests
-            instead, and has no `jvp(jvp)`.
+            Where `torch.func` refuses the function, as for `requires_grad_` inside or an `autograd.Function` without
+            `setup_context`, `torch.autograd` nests instead, and has no `jvp(jvp)`.
         namespace: optree namespace of custom pytree nodes.
 
     Returns:
@@ -90,14 +94,15 @@ def audit(
         raise TypeError(f"audit: args must be a tuple of the arguments, got {type(args).__name__}. Write (x,).")
     if order not in range(1, MAX_ORDER + 1):
         raise ValueError(f"audit: order must be between 1 and {MAX_ORDER}, got {order!r}.")
-    modules = list(function.modules()) if isinstance(function, torch.nn.Module) else []
-    parameters = list(modules[0].parameters()) if modules else []
-    buffers = list(modules[0].buffers()) if modules else []
     given = mapped_nodes(_leaf, (args, dict(kwargs or {})), namespace)
-    moving = [x for x in leaves_of_nodes(given, namespace) if isinstance(x, torch.Tensor) and x.is_floating_point()]
+    inputs = leaves_of_nodes(given, namespace)
+    moving = [x for x in inputs if isinstance(x, torch.Tensor) and x.is_floating_point()]
+    reached = Reached([function, *(x for x in inputs if isinstance(x, torch.nn.Module))], lambda _: False)
+    parameters = [x for x in reached.registered if isinstance(x, torch.nn.Parameter)]
     if not moving and not any(p.requires_grad for p in parameters):
         raise LeafError("audit: there must be a floating-point tensor or a parameter to differentiate, got none.")
-    with attributes_kept(modules), tensors_kept([*parameters, *buffers]), torch.random.fork_rng(), torch.enable_grad():
+    kept = attributes_kept(reached.owners), tensors_kept(list(reached.registered))
+    with kept[0], kept[1], torch.random.fork_rng(), torch.enable_grad():
         with (
             places_by_module(function) as running,
             Recorder([*moving, *parameters], running) as recorder,
@@ -109,10 +114,13 @@ def audit(
             raise LeafError("audit: strict=True needs a floating-point result to differentiate, got none.")
         functions = autograd_functions(results)
         findings, right, errors = *_looked_up(recorder, functions, order, strict), {}
+        if not (findings or right or strict):
+            findings = [Finding("nothing", (), (), dict(recorder.cuts), f"no operation was reached: {_UNCUT}")]
         if strict:
-            whole = Call(function, args, dict(kwargs or {}))
-            derivative = nested_by_autograd if any(map(_is_old, functions)) else nested
-            judge = functools.partial(errors_of, order=order, namespace=namespace, derivative=derivative)
+            whole = Call(function, *mapped_nodes(_leaf, (args, dict(kwargs or {})), namespace), reached.modules)
+            judge = functools.partial(errors_of, order=order, namespace=namespace)
+            if any(map(_is_old, functions)) or _is_refused(functools.partial(judge, whole, order=1)):
+                judge = functools.partial(judge, derivative=nested_by_autograd)
             errors = judge(whole)
             wrong = culprits(whole, errors, functools.partial(judge, is_inner=True), namespace)
             findings = _judged(findings, right, wrong, recorder.cuts, labels_of(function))
@@ -146,7 +154,7 @@ def _looked_up(
 
 def _finding(name: str, places: dict[str, int], order: int, doubt: str) -> Finding | None:
     """The finding for an operator; None if it is right."""
-    if name.startswith("primitives."):
+    if name.startswith(("primitives.", "primitives_decompositions.")):
         return None
     verdict = verdict_of(name, repaired=is_repaired())
     wrong, raises = (
@@ -156,13 +164,22 @@ def _finding(name: str, places: dict[str, int], order: int, doubt: str) -> Findi
         return None
     repaired = verdict_of(name, repaired=True)
     if not is_repaired() and repaired is not None and not any(len(n) <= order for n in sum(repaired, ())):
-        remedy = "pr.repair_torch()"
+        remedy = _REPAIR
     elif verdict is not None:
         remedy = "write it in other operations, or wrap it by pr.custom_op with rules of its own"
     else:
         # Views, factories, what torch never differentiates in its tests, or does not take in float64.
         remedy = doubt
     return Finding(name, wrong, raises, places, remedy)
+
+
+def _is_refused(judge: Callable[..., Mapping[str, float | Exception]]) -> bool:
+    """Whether `torch.func` raises for a reason that `torch.autograd` has not: the function takes gradients itself."""
+    raised, by_autograd = (
+        {str(e) for e in errors.values() if isinstance(e, RuntimeError)}
+        for errors in (judge(), judge(derivative=nested_by_autograd))
+    )
+    return bool(raised) and raised.isdisjoint(by_autograd)
 
 
 def _is_old(cls: Any) -> bool:
@@ -204,18 +221,23 @@ def _judged(
         at = [f for f in findings if any(place.startswith(here) for place in f.places)]
         known = {n for f in at for n in (*f.wrong, *f.raises)}
         errors = {n: e for n, e in failed.items() if described(n) not in known}
-        doubtful = [f for f in at if f.remedy.endswith(_CUSTOM)]
+        doubtful = [f for f in at if f.remedy.endswith(_CUSTOM) or not (f.wrong or f.raises)]
         (named if errors else suspected).update(f.operation for f in doubtful)
         if not errors:
             continue
-        operation = f"module {here[:-2]}" if is_module else f"function {getattr(call.target, '__name__', '')}"
+        named_function = getattr(call.target, "func", call.target)  # behind a functools.partial
+        operation = f"module {here[:-2]}" if is_module else f"function {getattr(named_function, '__name__', '')}"
         wrong_ones, raising = (
             tuple(described(n) for n, e in errors.items() if isinstance(e, Exception) == raises)
             for raises in (False, True)
         )
         places = [*cuts, *[f"{place}: {f.operation}" for f in doubtful for place in f.places]]
-        places = [p for p in places if p.startswith(here)] or [here + line_of_definition(call.target)]
+        places = [p for p in places if p.startswith(here)] or [here + line_of_definition(named_function)]
         remedy, notes = f"correct it, or wrap it by {_CUSTOM}", tuple(grouped(errors))
+        if any(f.remedy == _REPAIR for f in doubtful):
+            remedy = _REPAIR
+        elif cuts and not is_module:
+            remedy = _UNCUT
         blamed.append(Finding(operation, wrong_ones, raising, dict.fromkeys(places, 1), remedy, notes))
     unknown = [f for f in findings if not (f.wrong or f.raises or f.operation in suspected)]
     right.update((f.operation, sum(f.places.values())) for f in unknown if f.operation not in named)

@@ -96,8 +96,9 @@ def nested_by_autograd(function: Scalar, directions: Sequence[Tensor], nesting: 
 
     def forward(inner: Scalar) -> Scalar:
         def derivative(*xs: Tensor) -> Tensor:
-            with forward_ad.dual_level():
-                y = inner(*[forward_ad.make_dual(x, v) for x, v in zip(xs, directions, strict=True)])
+            with forward_ad.dual_level(), torch.enable_grad():
+                points = [_recorded(x) for x in xs]
+                y = inner(*[forward_ad.make_dual(x, v) for x, v in zip(points, directions, strict=True)])
                 tangent = forward_ad.unpack_dual(y).tangent
             return torch.zeros_like(y) if tangent is None else tangent
 
@@ -105,8 +106,7 @@ def nested_by_autograd(function: Scalar, directions: Sequence[Tensor], nesting: 
 
     def reverse(inner: Scalar) -> Scalar:
         def derivative(*xs: Tensor) -> Tensor:
-            # A view has the tangent that a detached tensor loses.
-            points = [x if x.requires_grad else x.view_as(x).requires_grad_() for x in xs]
+            points = [_recorded(x) for x in xs]
             with torch.enable_grad():
                 y = inner(*points)
                 if not y.requires_grad:
@@ -121,9 +121,14 @@ def nested_by_autograd(function: Scalar, directions: Sequence[Tensor], nesting: 
     return function
 
 
+def _recorded(x: Tensor) -> Tensor:
+    """A tensor that autograd records: a view has the tangent that a detached tensor loses."""
+    return x if x.requires_grad else x.view_as(x).requires_grad_()
+
+
 def along(function: Scalar, xs: Sequence[Tensor], directions: Sequence[Tensor], t: float) -> Tensor:
-    """The function at `x + t v`."""
-    return function(*[x + t * v for x, v in zip(xs, directions, strict=True)]).detach()
+    """The function at `x + t v`; it may take derivatives itself."""
+    return function(*[_recorded(x + t * v) for x, v in zip(xs, directions, strict=True)]).detach()
 
 
 def difference(function: Scalar, directions: Sequence[Tensor], step: float = STEP) -> Scalar:
@@ -178,4 +183,6 @@ class InFloat64(TorchFunctionMode):
             kept = 1 if getattr(func, "__name__", "").endswith("_") else 0
             args = (*args[:kept], *map(self._wide, args[kept:]))
             kwargs = {key: self._wide(given) for key, given in kwargs.items()}
-        return func(*args, **kwargs)
+        out = func(*args, **kwargs)
+        # A tensor that the function holds or makes counts with all digits too.
+        return out if getattr(func, "__name__", "").endswith("_") else self._wide(out)

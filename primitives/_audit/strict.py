@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from primitives._audit.nestings import InFloat64, difference, nestings, perturbed_sum
+from primitives._audit.nestings import InFloat64, difference, nested, nested_by_autograd, nestings, perturbed_sum
 from primitives._audit.report import TOLERANCE, failed_in
 from primitives._core.trees.nodes import leaves_of_nodes, mapped_nodes
 from primitives.tracing._modules.lending import attributes_kept
 from primitives.tracing._torch_private import bottom
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor
 
@@ -38,7 +38,19 @@ class Call:
     target: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    modules: Sequence[torch.nn.Module] = ()
     inner: list[Call] = dataclasses.field(default_factory=list)
+
+
+class _Whole(torch.nn.Module):
+    """A function and the modules that it reaches, as one module."""
+
+    def __init__(self, function: Any, modules: Sequence[torch.nn.Module]) -> None:
+        super().__init__()
+        self.function, self.reached = (function,), torch.nn.ModuleList(modules)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function[0](*args, **kwargs)
 
 
 def culprits(
@@ -63,7 +75,7 @@ def culprits(
         register_module_forward_hook(leave, with_kwargs=True, always_call=True),
     )
     try:
-        with attributes_kept(_modules(call.target)):
+        with attributes_kept([owner for module in call.modules for owner in module.modules()]):
             call.target(*call.args, **call.kwargs)
     finally:
         before.remove()
@@ -95,10 +107,6 @@ def _innermost(call: Call, failed: Errors, judge: Callable[[Call], Errors]) -> I
         yield call, own
 
 
-def _modules(target: Any) -> list[torch.nn.Module]:
-    return list(target.modules()) if isinstance(target, torch.nn.Module) else []
-
-
 def _settled(function: Any, directions: list[Tensor], xs: list[Tensor]) -> float:
     """The derivative along `directions` by the central differences that agree best with those of half their step."""
     found = []
@@ -113,14 +121,14 @@ def _settled(function: Any, directions: list[Tensor], xs: list[Tensor]) -> float
 
 
 def errors_of(
-    call: Call, order: int, namespace: str, derivative: Callable[..., Any], *, is_inner: bool = False
+    call: Call, order: int, namespace: str, derivative: Callable[..., Any] = nested, *, is_inner: bool = False
 ) -> Errors:
     """Error of each nesting, by `derivative`, of a call in float64 against central differences, or what it raised."""
     target, tree = call.target, (call.args, call.kwargs)
-    is_module = isinstance(target, torch.nn.Module)
-    held = {name: _wide(p) for name, p in target.named_parameters()} if is_module else {}
-    names = [name for name in held if target.get_parameter(name).requires_grad]
-    buffers = {name: _wide(b) for name, b in target.named_buffers()} if is_module else {}
+    module = target if isinstance(target, torch.nn.Module) else _Whole(target, call.modules)
+    held = {name: _wide(p) for name, p in module.named_parameters()}
+    names = [name for name in held if module.get_parameter(name).requires_grad]
+    buffers = {name: _wide(b) for name, b in module.named_buffers()}
     wide = [_wide(x) for x in leaves_of_nodes(tree, namespace)]
     positions = [n for n, x in enumerate(wide) if isinstance(x, torch.Tensor) and x.is_floating_point()]
 
@@ -133,13 +141,10 @@ def errors_of(
         args, kwargs = mapped_nodes(lambda _: next(remaining), tree, namespace)
         # Code that draws numbers draws the same ones each time.
         torch.manual_seed(0)
-        with attributes_kept(_modules(target)), InFloat64(half=True):
-            if is_module:
-                moved = dict(zip(names, xs[len(positions) :], strict=True))
-                state = {**held, **moved, **{name: b.clone() for name, b in buffers.items()}}
-                outputs = torch.func.functional_call(target, state, args, kwargs, tie_weights=True)
-            else:
-                outputs = target(*args, **kwargs)
+        with attributes_kept(list(module.modules())), InFloat64(half=True):
+            moved = dict(zip(names, xs[len(positions) :], strict=True))
+            state = {**held, **moved, **{name: b.clone() for name, b in buffers.items()}}
+            outputs = torch.func.functional_call(module, state, args, kwargs, tie_weights=True)
         results = [y for y in leaves_of_nodes(outputs, namespace) if isinstance(y, torch.Tensor)]
         return perturbed_sum([y for y in results if y.is_floating_point()])
 
@@ -157,12 +162,14 @@ def errors_of(
         _log.info("audit: %s, derivatives of order %d", getattr(target, "__name__", type(target).__name__), level)
         truth = _settled(below, directions, xs)
         for nesting in nestings(level):
+            if derivative is nested_by_autograd and nesting.count("f") > 1:
+                continue  # `forward_ad` has one level
             try:
                 found = derivative(scalar, directions, nesting)(*xs).item()
                 errors[nesting] = abs(found - truth) / max(abs(truth), 1e-3)
             except Exception as error:
                 errors[nesting] = error
-        right = [n for n in nestings(level) if n not in failed_in(errors)]
+        right = [n for n in errors if len(n) == level and n not in failed_in(errors)]
         below = derivative(scalar, directions, right[0]) if right else difference(below, directions, 1e-3)
     return errors
 
