@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from primitives.kernels.runtime.chips import chip_of, device_name
-from primitives.kernels.runtime.kernel import INTERPRETED, is_tracing
-from primitives.kernels.runtime.launch_cache import repeatable
-from primitives.kernels.runtime.planned import PlanKey, Request, set_advisor
-from primitives.kernels.runtime.tuning_store import Store, cache_path
+from .runtime.chips import chip_of, device_name
+from .runtime.kernel import INTERPRETED, is_tracing
+from .runtime.launch_cache import repeatable
+from .runtime.planned import PlanKey, Request, set_advisor
+from .runtime.tuning_store import Store, cache_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable

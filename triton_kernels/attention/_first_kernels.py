@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import triton.language as tl
 
-from primitives.kernels.attention._tiles import (
+from ..runtime.kernel import unspecialized_jit
+from ..runtime.numbers import cast
+from ._tiles import (
     LOG2_E,
     head_offset,
     last_key,
@@ -29,8 +31,6 @@ from primitives.kernels.attention._tiles import (
     store_tile,
     tile_of,
 )
-from primitives.kernels.runtime.kernel import unspecialized_jit
-from primitives.kernels.runtime.numbers import cast
 
 
 @unspecialized_jit

@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from primitives.kernels.runtime.arithmetic import MIN_MATMUL, next_power_of_2
-from primitives.kernels.runtime.candidates import attention_candidates
-from primitives.kernels.runtime.chips import chip_of
-from primitives.kernels.runtime.limits import limits_of
-from primitives.kernels.runtime.planned import planned
+from ..runtime.arithmetic import MIN_MATMUL, next_power_of_2
+from ..runtime.candidates import attention_candidates
+from ..runtime.chips import chip_of
+from ..runtime.limits import limits_of
+from ..runtime.planned import planned
 
 if TYPE_CHECKING:
     import torch
 
-    from primitives.kernels.runtime.chips import Chip
+    from ..runtime.chips import Chip
 
 
 @dataclass(frozen=True)

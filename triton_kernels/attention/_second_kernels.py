@@ -19,7 +19,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from primitives.kernels.attention._tiles import (
+from ..runtime.kernel import unspecialized_jit
+from ..runtime.numbers import cast
+from ._tiles import (
     add_pairs,
     head_offset,
     last_key,
@@ -39,8 +41,6 @@ from primitives.kernels.attention._tiles import (
     store_tile,
     tile_of,
 )
-from primitives.kernels.runtime.kernel import unspecialized_jit
-from primitives.kernels.runtime.numbers import cast
 
 
 @triton.jit

@@ -29,10 +29,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from primitives.kernels.rows.tiles import aligned
-from primitives.kernels.runtime.kernel import INTERPRETED
-from primitives.kernels.runtime.numbers import cast
-from primitives.kernels.runtime.philox_steps import grouped_words
+from ..rows.tiles import aligned
+from ..runtime.kernel import INTERPRETED
+from ..runtime.numbers import cast
+from ..runtime.philox_steps import grouped_words
 
 # The interpreter multiplies the bits of bfloat16 numbers: they are widened there, which changes no result.
 WIDENED = tl.constexpr(INTERPRETED)

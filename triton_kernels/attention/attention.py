@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from primitives.kernels.attention._first_kernels import attention_fwd_kernel, attention_jvp_kernel
-from primitives.kernels.attention._plan import plan_attention
-from primitives.kernels.attention._second_kernels import attention_keys_kernel, attention_rows_kernel
-from primitives.kernels.runtime.arithmetic import MIN_MATMUL, cdiv, next_power_of_2
-from primitives.kernels.runtime.numbers import TL_DTYPES, accumulation_dtype
-from primitives.kernels.runtime.views import collapse, device_guard, split_scratch
-from primitives.kernels.tuning import tunable
+from ..runtime.arithmetic import MIN_MATMUL, cdiv, next_power_of_2
+from ..runtime.numbers import TL_DTYPES, accumulation_dtype
+from ..runtime.views import collapse, device_guard, split_scratch
+from ..tuning import tunable
+from ._first_kernels import attention_fwd_kernel, attention_jvp_kernel
+from ._plan import plan_attention
+from ._second_kernels import attention_keys_kernel, attention_rows_kernel
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

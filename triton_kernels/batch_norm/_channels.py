@@ -16,8 +16,8 @@ import triton.language as tl
 from torch import Tensor
 from torch._prims_common import suggest_memory_format
 
-from primitives.kernels.runtime.numbers import cast
-from primitives.kernels.runtime.views import collapse, param_view
+from ..runtime.numbers import cast
+from ..runtime.views import collapse, param_view
 
 # Below this many adjacent positions a program per channel would fetch mostly bytes of other channels; tiles then span
 # several channels, and the unused part of a cache line serves the neighbors in the same tile.

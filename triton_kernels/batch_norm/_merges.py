@@ -10,10 +10,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from primitives.kernels.batch_norm._channels import divide, load_channels, load_rstd, reciprocal_root
-from primitives.kernels.rows.tiles import either, in_places, sums_of, wanted_of
-from primitives.kernels.runtime.kernel import batch_independent_jit
-from primitives.kernels.runtime.numbers import float64_of_bits, store_cast
+from ..rows.tiles import either, in_places, sums_of, wanted_of
+from ..runtime.kernel import batch_independent_jit
+from ..runtime.numbers import float64_of_bits, store_cast
+from ._channels import divide, load_channels, load_rstd, reciprocal_root
 
 
 @triton.jit

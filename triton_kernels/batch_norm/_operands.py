@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from primitives.kernels.batch_norm._channels import output_format, readable
+from ._channels import output_format, readable
 
 if TYPE_CHECKING:
     from torch import Tensor

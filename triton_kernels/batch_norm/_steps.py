@@ -9,27 +9,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from primitives.kernels.batch_norm._channels import (
-    ChannelView,
-    new_output,
-    output_format,
-    param_pair_view,
-    readable,
-    view_channels,
-)
-from primitives.kernels.batch_norm._merges import batch_norm_merge_kernel, batch_norm_statistics_kernel
-from primitives.kernels.batch_norm._operands import Operands, Params, Relu, Results
-from primitives.kernels.batch_norm._plan import (
-    ChannelPlan,
-    plan_channel_merge,
-    plan_channel_sums,
-    plan_channel_transform,
-)
-from primitives.kernels.batch_norm._sums import batch_norm_sums_kernel
-from primitives.kernels.batch_norm._transform import batch_norm_transform_kernel
-from primitives.kernels.runtime.arithmetic import cdiv
-from primitives.kernels.runtime.numbers import TL_DTYPES, accumulation_dtype, float64_bits
-from primitives.kernels.runtime.views import device_guard, param_view, split_scratch
+from ..runtime.arithmetic import cdiv
+from ..runtime.numbers import TL_DTYPES, accumulation_dtype, float64_bits
+from ..runtime.views import device_guard, param_view, split_scratch
+from ._channels import ChannelView, new_output, output_format, param_pair_view, readable, view_channels
+from ._merges import batch_norm_merge_kernel, batch_norm_statistics_kernel
+from ._operands import Operands, Params, Relu, Results
+from ._plan import ChannelPlan, plan_channel_merge, plan_channel_sums, plan_channel_transform
+from ._sums import batch_norm_sums_kernel
+from ._transform import batch_norm_transform_kernel
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

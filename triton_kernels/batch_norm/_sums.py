@@ -16,7 +16,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from primitives.kernels.batch_norm._channels import (
+from ..rows.tiles import in_places, nothing, rounded, sums_of, wanted_of
+from ..runtime.kernel import batch_independent_jit
+from ._channels import (
     channels_of,
     count_tiles,
     divide,
@@ -29,8 +31,6 @@ from primitives.kernels.batch_norm._channels import (
     store_tile,
     through_relu,
 )
-from primitives.kernels.rows.tiles import in_places, nothing, rounded, sums_of, wanted_of
-from primitives.kernels.runtime.kernel import batch_independent_jit
 
 
 @triton.jit

@@ -23,7 +23,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from primitives.kernels.batch_norm._channels import (
+from ..runtime.kernel import batch_independent_jit
+from ..runtime.numbers import cast
+from ._channels import (
     channels_of,
     count_tiles,
     load_channels,
@@ -35,8 +37,6 @@ from primitives.kernels.batch_norm._channels import (
     store_tile,
     through_relu,
 )
-from primitives.kernels.runtime.kernel import batch_independent_jit
-from primitives.kernels.runtime.numbers import cast
 
 
 @triton.jit

@@ -26,10 +26,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from primitives.kernels.batch_norm._operands import Operands, Params, Relu, Results
-from primitives.kernels.batch_norm._steps import derivatives, forward
-from primitives.kernels.runtime.numbers import accumulation_dtype
-from primitives.kernels.tuning import tunable
+from ..runtime.numbers import accumulation_dtype
+from ..tuning import tunable
+from ._operands import Operands, Params, Relu, Results
+from ._steps import derivatives, forward
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import triton.language as tl
 
-from primitives.kernels.rows.tiles import aligned, tile_offsets
-from primitives.kernels.runtime.kernel import unspecialized_jit
-from primitives.kernels.runtime.numbers import cast, float64_of_bits, store_cast
-from primitives.kernels.runtime.philox_steps import grouped_words, single_words
+from ..rows.tiles import aligned, tile_offsets
+from ..runtime.kernel import unspecialized_jit
+from ..runtime.numbers import cast, float64_of_bits, store_cast
+from ..runtime.philox_steps import grouped_words, single_words
 
 
 @unspecialized_jit

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from primitives.kernels.runtime.arithmetic import CACHE_LINE_BYTES, PHILOX_WORDS, next_power_of_2, row_warps
-from primitives.kernels.runtime.candidates import philox_candidates
-from primitives.kernels.runtime.chips import Chip, chip_of
-from primitives.kernels.runtime.limits import limits_of
-from primitives.kernels.runtime.planned import planned
+from ..runtime.arithmetic import CACHE_LINE_BYTES, PHILOX_WORDS, next_power_of_2, row_warps
+from ..runtime.candidates import philox_candidates
+from ..runtime.chips import Chip, chip_of
+from ..runtime.limits import limits_of
+from ..runtime.planned import planned
 
 if TYPE_CHECKING:
     import torch

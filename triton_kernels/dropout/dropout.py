@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from primitives.kernels.dropout._dropout_kernels import dropout_kernel
-from primitives.kernels.dropout._plan import plan_dropout
-from primitives.kernels.runtime.arithmetic import cdiv
-from primitives.kernels.runtime.numbers import TL_DTYPES, accumulation_dtype, noise_numbers
-from primitives.kernels.runtime.views import device_guard, per_stream
-from primitives.kernels.tuning import tunable
+from ..runtime.arithmetic import cdiv
+from ..runtime.numbers import TL_DTYPES, accumulation_dtype, noise_numbers
+from ..runtime.views import device_guard, per_stream
+from ..tuning import tunable
+from ._dropout_kernels import dropout_kernel
+from ._plan import plan_dropout
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

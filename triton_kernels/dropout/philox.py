@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from primitives.kernels.dropout._plan import plan_philox
-from primitives.kernels.runtime.arithmetic import cdiv
-from primitives.kernels.runtime.philox_steps import philox_kernel
-from primitives.kernels.runtime.views import device_guard, per_stream
-from primitives.kernels.tuning import tunable
+from ..runtime.arithmetic import cdiv
+from ..runtime.philox_steps import philox_kernel
+from ..runtime.views import device_guard, per_stream
+from ..tuning import tunable
+from ._plan import plan_philox
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

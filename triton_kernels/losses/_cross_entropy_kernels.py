@@ -25,9 +25,9 @@ from typing import TYPE_CHECKING, Any
 import triton
 import triton.language as tl
 
-from primitives.kernels.rows.template import row_kernel
-from primitives.kernels.rows.tiles import exponential, in_places, nothing, sums_of
-from primitives.kernels.softmax._log_softmax_kernels import fold_exponentials, merged_exponentials
+from ..rows.template import row_kernel
+from ..rows.tiles import exponential, in_places, nothing, sums_of
+from ..softmax._log_softmax_kernels import fold_exponentials, merged_exponentials
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from primitives.kernels.losses._cross_entropy_kernels import cross_entropy_gradient_kernel, cross_entropy_sums_kernel
-from primitives.kernels.rows.launch import RowSums
-from primitives.kernels.rows.maps import launch_map
-from primitives.kernels.runtime.numbers import accumulation_dtype
-from primitives.kernels.tuning import tunable
+from ..rows.launch import RowSums
+from ..rows.maps import launch_map
+from ..runtime.numbers import accumulation_dtype
+from ..tuning import tunable
+from ._cross_entropy_kernels import cross_entropy_gradient_kernel, cross_entropy_sums_kernel
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -19,9 +19,13 @@ import torch
 import triton
 import triton.language as tl
 
-from primitives.kernels.norms._launch import Backward
-from primitives.kernels.norms._layer_norm_kernels import FORWARD_SUMS
-from primitives.kernels.norms._layer_norm_steps import (
+from ..rows.template import row_kernel, row_sums_kernel
+from ..rows.tiles import nothing
+from ..runtime.numbers import cast
+from ..runtime.philox_steps import noise_of
+from ._launch import Backward
+from ._layer_norm_kernels import FORWARD_SUMS
+from ._layer_norm_steps import (
     bwd_columns,
     bwd_emit,
     bwd_terms,
@@ -31,10 +35,6 @@ from primitives.kernels.norms._layer_norm_steps import (
     jvp_emit,
     jvp_terms,
 )
-from primitives.kernels.rows.template import row_kernel, row_sums_kernel
-from primitives.kernels.rows.tiles import nothing
-from primitives.kernels.runtime.numbers import cast
-from primitives.kernels.runtime.philox_steps import noise_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -6,9 +6,7 @@ import math
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from primitives.kernels.norms._plan import LAYER_NORM_MAX_SEGMENTS, plan_layer_norm_params, plan_layer_norm_rows
-from primitives.kernels.norms._second_plan import plan_layer_norm_second_rows
-from primitives.kernels.rows.launch import (
+from ..rows.launch import (
     NO_SUMS,
     Operands,
     ParamLayout,
@@ -19,19 +17,21 @@ from primitives.kernels.rows.launch import (
     num_row_parts,
     sums_scratch,
 )
-from primitives.kernels.rows.map_plan import plan_log_softmax
-from primitives.kernels.rows.view import channels_last_views, row_view
-from primitives.kernels.runtime.numbers import accumulation_dtype, noise_numbers
-from primitives.kernels.runtime.views import device_guard, param_view, per_stream
+from ..rows.map_plan import plan_log_softmax
+from ..rows.view import channels_last_views, row_view
+from ..runtime.numbers import accumulation_dtype, noise_numbers
+from ..runtime.views import device_guard, param_view, per_stream
+from ._plan import LAYER_NORM_MAX_SEGMENTS, plan_layer_norm_params, plan_layer_norm_rows
+from ._second_plan import plan_layer_norm_second_rows
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from torch import Tensor
 
-    from primitives.kernels.rows.launch import Param
-    from primitives.kernels.rows.plan import RowPlan
-    from primitives.kernels.runtime.kernel import Kernel
+    from ..rows.launch import Param
+    from ..rows.plan import RowPlan
+    from ..runtime.kernel import Kernel
 
     # Tensors by name, None where one is absent.
     Tensors = Mapping[str, Tensor | None]

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from primitives.kernels.norms import _layer_norm_steps as steps
-from primitives.kernels.norms._launch import Backward
-from primitives.kernels.rows.template import row_kernel, row_sums_kernel
+from ..rows.template import row_kernel, row_sums_kernel
+from . import _layer_norm_steps as steps
+from ._launch import Backward
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

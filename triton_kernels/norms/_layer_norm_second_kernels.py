@@ -35,9 +35,9 @@ from typing import TYPE_CHECKING, Any
 import triton
 import triton.language as tl
 
-from primitives.kernels.norms._layer_norm_steps import project, with_param_dots, x_hat_of
-from primitives.kernels.rows.template import row_kernel, row_sums_kernel
-from primitives.kernels.rows.tiles import add_tiles, nothing, sums_of
+from ..rows.template import row_kernel, row_sums_kernel
+from ..rows.tiles import add_tiles, nothing, sums_of
+from ._layer_norm_steps import project, with_param_dots, x_hat_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

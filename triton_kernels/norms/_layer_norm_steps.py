@@ -17,8 +17,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from primitives.kernels.rows.tiles import add_tiles, exponential, nothing, sums_of
-from primitives.kernels.runtime.numbers import cast
+from ..rows.tiles import add_tiles, exponential, nothing, sums_of
+from ..runtime.numbers import cast
 
 
 @triton.jit

@@ -4,19 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from primitives.kernels.rows.plan import RowPlan, SumPlan, loop_stages, resident_programs, sum_splits, sweep_plan
-from primitives.kernels.runtime.arithmetic import (
-    MAX_TILE_ROWS,
-    cdiv,
-    next_power_of_2,
-    register_values,
-    row_warps,
-    tile_rows,
-)
-from primitives.kernels.runtime.candidates import row_candidates, sum_candidates
-from primitives.kernels.runtime.chips import Chip, chip_of
-from primitives.kernels.runtime.limits import limits_of
-from primitives.kernels.runtime.planned import planned
+from ..rows.plan import RowPlan, SumPlan, loop_stages, resident_programs, sum_splits, sweep_plan
+from ..runtime.arithmetic import MAX_TILE_ROWS, cdiv, next_power_of_2, register_values, row_warps, tile_rows
+from ..runtime.candidates import row_candidates, sum_candidates
+from ..runtime.chips import Chip, chip_of
+from ..runtime.limits import limits_of
+from ..runtime.planned import planned
 
 if TYPE_CHECKING:
     import torch

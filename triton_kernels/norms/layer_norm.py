@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from primitives.kernels.norms._launch import Norm, backward, forward, jvp
-from primitives.kernels.norms._layer_norm_kernels import BACKWARD, FORWARD, JVP
-from primitives.kernels.rows.tiles import ParamLayout
-from primitives.kernels.tuning import tunable
+from ..rows.tiles import ParamLayout
+from ..tuning import tunable
+from ._launch import Norm, backward, forward, jvp
+from ._layer_norm_kernels import BACKWARD, FORWARD, JVP
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -49,7 +49,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from primitives.kernels.rows.tiles import (
+from ..runtime.numbers import float64_of_bits
+from ..runtime.philox_steps import begin_stream
+from .tiles import (
     add_tiles,
     aligned,
     as_tiles,
@@ -66,8 +68,6 @@ from primitives.kernels.rows.tiles import (
     sums_of,
     wanted_of,
 )
-from primitives.kernels.runtime.numbers import float64_of_bits
-from primitives.kernels.runtime.philox_steps import begin_stream
 
 
 @triton.jit

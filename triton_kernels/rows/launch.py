@@ -12,22 +12,22 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from primitives.kernels.rows.plan import plan_param_reduce, row_options
-from primitives.kernels.rows.sums import add_partial_rows_kernel
-from primitives.kernels.rows.tiles import ParamLayout
-from primitives.kernels.runtime.arithmetic import ACCESS_BYTES, block_row_splits, cdiv
-from primitives.kernels.runtime.chips import chip_of
-from primitives.kernels.runtime.numbers import TL_DTYPES
-from primitives.kernels.runtime.views import split_scratch
+from ..runtime.arithmetic import ACCESS_BYTES, block_row_splits, cdiv
+from ..runtime.chips import chip_of
+from ..runtime.numbers import TL_DTYPES
+from ..runtime.views import split_scratch
+from .plan import plan_param_reduce, row_options
+from .sums import add_partial_rows_kernel
+from .tiles import ParamLayout
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
     from torch import Tensor
 
-    from primitives.kernels.rows.plan import RowPlan, SumPlan
-    from primitives.kernels.rows.view import RowView
-    from primitives.kernels.runtime.kernel import Kernel
+    from ..runtime.kernel import Kernel
+    from .plan import RowPlan, SumPlan
+    from .view import RowView
 
     # A parameter, and the distance of two segments in it.
     Param = tuple[Tensor | None, int]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from primitives.kernels.rows.plan import RowPlan, cached_stages, loop_stages, sweep_plan
-from primitives.kernels.runtime.arithmetic import (
+from ..runtime.arithmetic import (
     ACCESS_BYTES,
     CACHE_LINE_BYTES,
     SECTOR_BYTES,
@@ -16,15 +15,16 @@ from primitives.kernels.runtime.arithmetic import (
     row_warps,
     tile_rows,
 )
-from primitives.kernels.runtime.candidates import row_candidates
-from primitives.kernels.runtime.chips import Chip, chip_of
-from primitives.kernels.runtime.limits import limits_of
-from primitives.kernels.runtime.planned import planned
+from ..runtime.candidates import row_candidates
+from ..runtime.chips import Chip, chip_of
+from ..runtime.limits import limits_of
+from ..runtime.planned import planned
+from .plan import RowPlan, cached_stages, loop_stages, sweep_plan
 
 if TYPE_CHECKING:
     import torch
 
-    from primitives.kernels.runtime.limits import Limits
+    from ..runtime.limits import Limits
 
 
 # Of programs that only sum rows.

@@ -24,14 +24,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from primitives.kernels.rows.launch import Operands, RowSums, launch_rows
-from primitives.kernels.rows.map_plan import plan_log_softmax
-from primitives.kernels.rows.template import row_kernel
-from primitives.kernels.rows.view import reduction_view
-from primitives.kernels.runtime.kernel import Kernel
-from primitives.kernels.runtime.numbers import accumulation_dtype, float64_bits
-from primitives.kernels.runtime.views import device_guard
-from primitives.kernels.tuning import tunable
+from ..runtime.kernel import Kernel
+from ..runtime.numbers import accumulation_dtype, float64_bits
+from ..runtime.views import device_guard
+from ..tuning import tunable
+from .launch import Operands, RowSums, launch_rows
+from .map_plan import plan_log_softmax
+from .template import row_kernel
+from .view import reduction_view
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence

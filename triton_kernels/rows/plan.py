@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from primitives.kernels.runtime.arithmetic import (
+from ..runtime.arithmetic import (
     ACCESS_BYTES,
     CACHE_LINE_BYTES,
     SECTOR_BYTES,
@@ -24,10 +24,10 @@ from primitives.kernels.runtime.arithmetic import (
     row_splits,
     row_warps,
 )
-from primitives.kernels.runtime.candidates import warp_candidates
-from primitives.kernels.runtime.chips import Chip, chip_of
-from primitives.kernels.runtime.limits import limits_of
-from primitives.kernels.runtime.planned import planned
+from ..runtime.candidates import warp_candidates
+from ..runtime.chips import Chip, chip_of
+from ..runtime.limits import limits_of
+from ..runtime.planned import planned
 
 if TYPE_CHECKING:
     import torch

@@ -17,7 +17,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from primitives.kernels.rows.tiles import (
+from ..runtime.kernel import batch_independent_jit
+from ..runtime.numbers import cast, store_cast
+from ..runtime.philox_steps import begin_stream
+from .tiles import (
     add_tiles,
     in_places,
     load_params,
@@ -29,9 +32,6 @@ from primitives.kernels.rows.tiles import (
     sums_of,
     wanted_of,
 )
-from primitives.kernels.runtime.kernel import batch_independent_jit
-from primitives.kernels.runtime.numbers import cast, store_cast
-from primitives.kernels.runtime.philox_steps import begin_stream
 
 
 @triton.jit

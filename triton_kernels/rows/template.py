@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 import triton.language as tl
 
-from primitives.kernels.rows.kernel import row_op, row_slice
-from primitives.kernels.rows.sums import row_sums_op
-from primitives.kernels.rows.tiles import aligned
-from primitives.kernels.runtime.kernel import batch_independent_jit, stride_independent_jit
+from ..runtime.kernel import batch_independent_jit, stride_independent_jit
+from .kernel import row_op, row_slice
+from .sums import row_sums_op
+from .tiles import aligned
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from primitives.kernels.runtime.kernel import Kernel
+    from ..runtime.kernel import Kernel
 
 _CONSTANTS = ("num_cols", "DTYPE", "AXES", "ALIGN", "BLOCK_ROWS", "BLOCK_COLS", "STAGES", "NUM", "WANTED")
 _OF_ROWS = (

@@ -18,8 +18,8 @@ import math
 import triton
 import triton.language as tl
 
-from primitives.kernels.runtime.kernel import INTERPRETED
-from primitives.kernels.runtime.numbers import cast, store_cast
+from ..runtime.kernel import INTERPRETED
+from ..runtime.numbers import cast, store_cast
 
 
 class ParamLayout(enum.IntEnum):

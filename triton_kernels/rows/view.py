@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
-from primitives.kernels.runtime.arithmetic import ACCESS_BYTES
-from primitives.kernels.runtime.views import collapsed_stride
+from ..runtime.arithmetic import ACCESS_BYTES
+from ..runtime.views import collapsed_stride
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

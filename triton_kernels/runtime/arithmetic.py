@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from primitives.kernels.runtime.limits import limits_of
+from .limits import limits_of
 
 if TYPE_CHECKING:
-    from primitives.kernels.runtime.chips import Chip
+    from .chips import Chip
 
 # Triton refuses tensors of more elements than this per block.
 MAX_BLOCK_ELEMENTS = 1 << 20

@@ -5,21 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from primitives.kernels.runtime.arithmetic import (
-    MAX_BLOCK_ELEMENTS,
-    MAX_TILE_ROWS,
-    MIN_MATMUL,
-    PHILOX_WORDS,
-    cdiv,
-    next_power_of_2,
-)
-from primitives.kernels.runtime.chips import chip_of
-from primitives.kernels.runtime.limits import limits_of
+from .arithmetic import MAX_BLOCK_ELEMENTS, MAX_TILE_ROWS, MIN_MATMUL, PHILOX_WORDS, cdiv, next_power_of_2
+from .chips import chip_of
+from .limits import limits_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from primitives.kernels.runtime.chips import Chip
+    from .chips import Chip
 
 # While a step of a loop is reduced, n stages have n - 2 whole steps under way on NVIDIA, whose loops issue their copies
 # behind the reductions and wait at the top for all but the newest: two stages fetch nothing ahead. On AMD it is n - 1.

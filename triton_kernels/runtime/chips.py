@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from primitives.kernels.runtime.planned import forget_plans
+from .planned import forget_plans
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

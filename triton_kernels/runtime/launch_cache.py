@@ -15,16 +15,16 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime import driver
 
-from primitives.kernels.runtime.arithmetic import CACHE_LINE_BYTES, cdiv
-from primitives.kernels.runtime.kernel import INTERPRETED, MAX_INT32, are_launches_seen, recording
-from primitives.kernels.runtime.planned import plan_changes, remembered
+from .arithmetic import CACHE_LINE_BYTES, cdiv
+from .kernel import INTERPRETED, MAX_INT32, are_launches_seen, recording
+from .planned import plan_changes, remembered
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
-    from primitives.kernels.runtime.kernel import DirectLaunch
+    from .kernel import DirectLaunch
 
     Launcher = TypeVar("Launcher", bound=Callable[..., Any])
 

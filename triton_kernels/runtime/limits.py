@@ -10,13 +10,13 @@ import contextlib
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from primitives.kernels.runtime.chips import CHIPS
-from primitives.kernels.runtime.planned import forget_plans
+from .chips import CHIPS
+from .planned import forget_plans
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from primitives.kernels.runtime.chips import Chip
+    from .chips import Chip
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from primitives.kernels.runtime.kernel import unspecialized_jit
-from primitives.kernels.runtime.numbers import cast, float64_of_bits
+from .kernel import unspecialized_jit
+from .numbers import cast, float64_of_bits
 
 
 @triton.jit

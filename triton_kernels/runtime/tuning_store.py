@@ -12,12 +12,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from primitives.kernels.runtime.planned import forget_plans
+from .planned import forget_plans
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from primitives.kernels.runtime.planned import Request
+    from .planned import Request
 
 # A file of another layout is not read.
 FORMAT = 1

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from primitives.kernels.runtime.arithmetic import CACHE_LINE_BYTES
-from primitives.kernels.runtime.kernel import is_tracing
+from .arithmetic import CACHE_LINE_BYTES
+from .kernel import is_tracing
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from primitives.kernels.rows.launch import RowSums
-from primitives.kernels.rows.maps import launch_map, scale_bits
-from primitives.kernels.runtime.numbers import TL_DTYPES
-from primitives.kernels.softmax._log_softmax_kernels import FORWARD, LOGARITHM, MASKED, SHARE
+from ..rows.launch import RowSums
+from ..rows.maps import launch_map, scale_bits
+from ..runtime.numbers import TL_DTYPES
+from ._log_softmax_kernels import FORWARD, LOGARITHM, MASKED, SHARE
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -27,8 +27,8 @@ import math
 import triton
 import triton.language as tl
 
-from primitives.kernels.rows.template import row_kernel
-from primitives.kernels.rows.tiles import exponential, nothing, rounded, sums_of
+from ..rows.template import row_kernel
+from ..rows.tiles import exponential, nothing, rounded, sums_of
 
 _LOWEST = tl.constexpr(float("-inf"))
 

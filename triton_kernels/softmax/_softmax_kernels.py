@@ -8,8 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from primitives.kernels.rows.tiles import nothing
-from primitives.kernels.softmax._log_softmax_kernels import scaled
+from ..rows.tiles import nothing
+from ._log_softmax_kernels import scaled
 
 
 @triton.jit

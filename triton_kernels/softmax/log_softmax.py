@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from primitives.kernels.rows.maps import Part, RowMapKernels
-from primitives.kernels.softmax import _log_softmax_kernels
-from primitives.kernels.softmax._forward import forward_of
-from primitives.kernels.tuning import tunable
+from ..rows.maps import Part, RowMapKernels
+from ..tuning import tunable
+from . import _log_softmax_kernels
+from ._forward import forward_of
 
 if TYPE_CHECKING:
     import torch
