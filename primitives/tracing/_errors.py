@@ -49,7 +49,7 @@ def values_needed(function: str, what: str, line: str) -> TraceError:
     """The error for a value or memory that only a run has."""
     return TraceError(
         f"{function}: {what} needs the values or the memory of a tensor, which a graph does not have, at {line}. Use "
-        "torch.where instead of a branch, and a tensor instead of .item()."
+        "torch.where instead of a branch or of a mask as an index, and a tensor instead of .item()."
     )
 
 
