@@ -84,7 +84,9 @@ def _affine_backward(ctx, saved, y_bar, rest_bar):
     needs_weight, needs_bias = weight_and_bias(ctx.needs_input_grad.params)
     weight_bar = (y_bar * saved["sine"]).sum_to_size(weight.shape) if needs_weight else None
     bias_bar = y_bar.sum_to_size(bias.shape).clone() if needs_bias else None
-    return {"params": rebuilt(saved["params"], weight_bar, bias_bar), "x": y_bar * weight * x.cos() + mean_bar}
+    # Under vmap parameters may have a batch axis that x has not.
+    x_bar = (y_bar * weight * x.cos()).sum_to_size(x.shape) + mean_bar
+    return {"params": rebuilt(saved["params"], weight_bar, bias_bar), "x": x_bar}
 
 
 @affine.def_jvp

@@ -17,7 +17,7 @@ import primitives as pr
 from primitives.ops.softmax.log_softmax import log_softmax_p
 from primitives.testing import PROPERTIES, RuleError, check_rule, check_rules
 from tests import wrong_ops
-from tests.custom_ops import NAMESPACE, Affine
+from tests.custom_ops import NAMESPACE, Affine, affine
 from tests.wrong_ops import ALONE, OTHERS, WEIGHT, X, right_product
 
 # The compiler takes most of the time; it is checked where it matters.
@@ -71,6 +71,8 @@ OF_DERIVATIVES = {name for name in PROPERTIES if re.search("grad|jvp|transpose|n
 # Not for the compiler, which is off.
 RIGHT = {
     "trees": (scaled, (PARAMS, X), {}, {NO_KERNEL}),
+    **{f"rules on a {type(tree).__name__}": (affine, (tree, X), {}, {NO_KERNEL})
+       for tree in ({"weight": THREE, "bias": THREE + 1}, Affine(THREE))},
     "plain": (lambda tree, *parameters: pr.functional.layer_norm(tree, (3,), *parameters),
               ({"a": X.half(), "b": [X, None]}, torch.ones(3), torch.zeros(3)), {},
               {NO_KERNEL, NO_OP, NO_NUMBER}),

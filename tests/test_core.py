@@ -9,7 +9,6 @@ from torch.testing import assert_close
 import primitives as pr
 from primitives._core import registered_primitives
 from tests.custom_ops import define
-from tests.support import nested, nestings
 
 X = torch.ones(3)
 SCHEMA = "(Tensor x, Tensor? weight, float power) -> (Tensor y, Tensor mean, Tensor count)"
@@ -56,18 +55,6 @@ def mean(x):
 
 def data(*shape, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).abs() + 0.5
-
-
-@pytest.mark.parametrize("word", nestings(1, 2, 3))
-def test_rules_and_decompositions_nest(word):
-    x, weight = data(3), data(3, seed=1)
-    decomposed = define(decomposable=True, rules={"reference": lambda x: x.pow(3.0).sin()})
-    for ours, plain in (
-        (lambda x: power(x.sin(), weight).exp(), lambda x: (weight * x.sin().pow(3.0)).exp()),
-        (decomposed, lambda x: x.pow(3.0).sin()),
-    ):
-        assert_close(nested(ours, word)(x), nested(plain, word)(x))
-        assert_close(vmap(nested(lambda x, f=ours: f(x) * 1, word))(x[None]), nested(plain, word)(x)[None])
 
 
 # Missing rules.

@@ -30,13 +30,6 @@ def cube_rules():
     }
 
 
-@pytest.mark.parametrize("axes", [(0, None), (None, 1), (1, 0), (2, -1)], ids=str)
-def test_default_vmap_with_one_output(axes):
-    op = define("(Tensor x, Tensor w) -> Tensor y", rules={"reference": lambda x, w: (x.unsqueeze(-1) * w).cumsum(0)})
-    x, w = (data(3, 3, 3, seed=i) if axis is not None else data(3, 3, seed=i) for i, axis in enumerate(axes))
-    assert_close(vmap(op, axes)(x, w), vmap(lambda x, w: (x.unsqueeze(-1) * w).cumsum(0), axes)(x, w))
-
-
 def test_own_vmap_rule_gets_sizes_axes_and_arguments_by_name():
     def rule(batch, primals):
         assert (batch.size, batch.axes) == (5, (1, None, None))
@@ -48,11 +41,6 @@ def test_own_vmap_rule_gets_sizes_axes_and_arguments_by_name():
     # Arguments without a batch axis are expanded without a copy, and absent ones stay so.
     assert to_front(None, None, 4) is None
     assert to_front(data(2, 3), None, 4).stride() == (0, 3, 1)
-
-
-def test_a_decomposed_derivative_is_differentiated_in_its_cotangent():
-    op = define(rules={"reference": lambda x: x.pow(3.0)}, decomposable=True)
-    assert torch.autograd.gradgradcheck(op, (data(3).requires_grad_(),), check_fwd_over_rev=True)
 
 
 # Autocast and implementations.

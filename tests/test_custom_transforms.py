@@ -6,8 +6,8 @@ import warnings
 import optree
 import pytest
 import torch
-from torch.autograd import forward_ad, gradcheck, gradgradcheck
-from torch.func import grad, jacfwd, jvp, vjp, vmap
+from torch.autograd import forward_ad
+from torch.func import grad, jvp, vjp, vmap
 
 from perf.ops.samples import normal
 from primitives._core.errors import TreeError
@@ -41,12 +41,6 @@ def test_every_nesting(word, kind):
     weight, bias, x = arguments()
     actual = nested(lambda x: scalar(affine, kind)(weight, bias, cube(x)), word)(x)
     assert_close(actual, true_derivative(len(word)), order=len(word))
-
-
-def test_eager_autograd():
-    inputs = [value.requires_grad_() for value in arguments()]
-    assert gradcheck(scalar(affine), inputs, check_forward_ad=True, check_batched_grad=True)
-    assert gradgradcheck(scalar(affine, Affine), inputs, check_fwd_over_rev=True)
 
 
 def test_forward_mode_over_a_backward_pass_without_create_graph():
@@ -172,25 +166,6 @@ def test_a_computed_residual_does_not_keep_the_output():
 
 
 # Batching.
-
-
-@pytest.mark.parametrize(
-    "in_dims", [(0, None, None), (None, 0, None), (None, None, 0), (0, 0, 0), (None, None, 1), (1, 1, -1)]
-)
-@pytest.mark.parametrize(
-    "function",
-    [lambda f: f, lambda f: grad(f, (0, 1, 2)), lambda f: jacfwd(grad(f, 2), 2)],
-    ids=["value", "grad", "hessian"],
-)
-@pytest.mark.filterwarnings("error:.*vmap runs a loop")
-def test_vmap_rule(function, in_dims):
-    samples = [arguments(), [value * 1.5 for value in arguments()]]
-    stacked = [
-        first if dim is None else torch.stack([first, second], dim)
-        for first, second, dim in zip(*samples, in_dims, strict=True)
-    ]
-    actual = vmap(function(scalar(affine)), in_dims)(*stacked)
-    trees_close(actual, vmap(function(scalar(plain_affine)), in_dims)(*stacked), order=2)
 
 
 def test_vmap_without_a_rule_is_a_correct_loop_with_one_warning():

@@ -131,16 +131,6 @@ def hammer(work, count=8):
         raise failures[0]
 
 
-def derivatives(op, seed):
-    """Value, tangent and cotangent of the smallest sample of an op."""
-    inputs = op.inputs(op.tiny, torch.float64, torch.device("cpu"), seed)
-    first = next(iter(op.perturbable(op.tiny)))
-    function = op.of([first], inputs, op.tiny)
-    x = inputs[first]
-    y, tangent = torch.func.jvp(function, (x,), (torch.ones_like(x),))
-    return y, tangent, torch.func.grad(lambda x: function(x).square().sum())(x)
-
-
 def gradient(op):
     """The cotangent of the smallest sample; torch's forward mode has one level for all threads, and no lock."""
     inputs = op.inputs(op.tiny, torch.float64, torch.device("cpu"))
@@ -258,22 +248,6 @@ def test_an_interrupted_first_call_leaves_an_operator_that_works(place):
     with pytest.raises(KeyboardInterrupt):
         gradient()
     torch.testing.assert_close(gradient(), X.cos())
-
-
-@pytest.fixture
-def deterministic():
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-@pytest.mark.parametrize("op", OPS.values(), ids=OPS)
-def test_deterministic_algorithms(op, deterministic):
-    torch.manual_seed(0)
-    found = derivatives(op, 0)
-    torch.manual_seed(0)
-    for first, again in zip(found, derivatives(op, 0), strict=True):
-        assert torch.equal(first, again)
 
 
 @pytest.mark.nightly

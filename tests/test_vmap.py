@@ -9,9 +9,9 @@ from torch.func import grad, jvp, vmap
 
 import primitives as pr
 from perf.ops import CASES, FAMILIES
-from perf.ops.attention import ATTENTION, MASKED_ATTENTION
+from perf.ops.attention import MASKED_ATTENTION
 from perf.ops.samples import LAYOUTS
-from tests.call_properties import BATCH, alone_and_together, batched, check_vmap_of_call, distinct, fullest
+from tests.call_properties import BATCH, alone_and_together, batched, check_vmap_of_call, distinct
 from tests.properties import second_order
 from tests.support import assert_close, subsets
 
@@ -27,20 +27,6 @@ def calls(case, device, absent=()):
     if absent or len(case.differentiable) > 3:
         chosen = [names for names in chosen if len(names) in (1, len(case.perturbable(sample)))]
     return distinct(c for names in chosen for c in second_order(case, sample, torch.float64, device, names)[1])
-
-
-# By day `test_every_operator` batches each argument of first order alone, and all.
-@pytest.mark.nightly
-@pytest.mark.parametrize("case", [MASKED_ATTENTION if c is ATTENTION else c for c in FAMILIES], ids=lambda c: c.name)
-def test_primitives_over_every_subset_of_arguments(case, device):
-    """The calls that perturb everything; of others with more than five tensors each, all but one, and few pairs."""
-    for primitive in (*case.first_order, *case.second_order):
-        call = fullest(calls(case, device), primitive)
-        count = len(call.tensors)
-        few = 7 if primitive is case.forward else 5
-        pairs = (2,) if count < 8 else ()
-        chosen = [s for s in subsets(range(count)) if count <= few or len(s) in (1, *pairs, count - 1, count)]
-        check_vmap_of_call(call, -1, chosen)
 
 
 @every_family
