@@ -49,35 +49,23 @@ def sdpa(q=Q, k=K, v=V, mask=None, **options):
 # Each row: the call, the error, and what its text names: the argument, what is required or what came.
 CASES = {
     "layer_norm": {
-        "int shape": (layer_norm(shape=4), pr.DtypeError, ["normalized_shape", "sequence", "got int"]),
-        "float size": (layer_norm(shape=(4.0,)), pr.DtypeError, ["normalized_shape", "float"]),
         "empty shape": (layer_norm(shape=()), pr.ShapeError, ["normalized_shape", "[]"]),
         "input shape": (layer_norm(shape=(5,)), pr.ShapeError, ["input", "[*, 5]", "got [3, 4]"]),
-        "input None": (layer_norm(None), pr.DtypeError, ["input", "NoneType"]),
-        "input int": (layer_norm(X.int()), pr.DtypeError, ["input", "float16", "torch.int32"]),
         "weight shape": (layer_norm(weight=ones(3)), pr.ShapeError, ["weight", "[4]", "got [3]"]),
         "bias shape": (layer_norm(shape=(3, 4), bias=ones(4)), pr.ShapeError, ["bias", "[3, 4]", "got [4]"]),
-        "weight device": (layer_norm(weight=ones(4, device="meta")), pr.DeviceError, ["weight", "cpu", "meta"]),
-        "weight float64": (layer_norm(weight=ones(4, dtype=F64)), pr.DtypeError, ["weight", "float32", "float64"]),
         "weight half": (layer_norm(X.to(BF16), weight=ones(4).half()), pr.DtypeError, ["weight", "bfloat16 or"]),
         "two dtypes": (
             layer_norm(X.to(BF16), weight=ones(4), bias=ones(4, dtype=BF16)), pr.DtypeError, ["weight and bias"],
         ),
-        "weight number": (layer_norm(weight=1.0), pr.DtypeError, ["weight", "tensor", "float"]),
-        "weight list": (layer_norm(weight=[1.0] * 4), pr.TreeError, ["weight", "tree prefix"]),
-        "eps None": (layer_norm(eps=None), pr.DtypeError, ["eps", "NoneType"]),
     },
     "log_softmax": {
         "dim high": (log_softmax(dim=2), pr.AxisError, ["dim", "[-2, 1]", "got 2"]),
-        "dim bool": (log_softmax(dim=True), pr.DtypeError, ["dim", "int", "got bool"]),
         "dim of a number": (log_softmax(ones(())), pr.AxisError, ["dim", "[-1, 0]", "got 1"]),
         "integer": (log_softmax(X.int()), pr.DtypeError, ["input", "torch.int32", "dtype="]),
         "integer result": (log_softmax(dtype=torch.int64), pr.DtypeError, ["result", "torch.int64"]),
-        "dtype str": (log_softmax(dtype="float32"), pr.DtypeError, ["float32"]),
     },
     "batch_norm": {
         "no channel axis": (batch_norm(ones(4)), pr.ShapeError, ["input", "at least 2 axes", "got [4]"]),
-        "integer": (batch_norm(X.int()), pr.DtypeError, ["input", "torch.int32"]),
         "no statistics": (
             batch_norm(training=False, running_mean=None, running_var=None), pr.ShapeError, ["training=True"],
         ),
@@ -87,7 +75,6 @@ CASES = {
         ),
         "one value": (batch_norm(ones(1, 4)), pr.ShapeError, ["more than 1 value", "got [1, 4]"]),
         "momentum None": (batch_norm(momentum=None), pr.DtypeError, ["momentum", "NoneType", "modules"]),
-        "eps None": (batch_norm(eps=None), pr.DtypeError, ["eps", "NoneType"]),
         "eps zero": (batch_norm(eps=0.0), ValueError, ["eps", "positive", "got 0.0"]),
         "parameters": (
             batch_norm(X.to(BF16), weight=ones(4), bias=ones(4, dtype=BF16)), pr.DtypeError, ["weight and bias"],
@@ -100,17 +87,6 @@ CASES = {
         ),
     },
     "scaled_dot_product_attention": {
-        "query list": (sdpa([Q]), pr.DtypeError, ["query", "tensor", "got list"]),
-        "key None": (sdpa(k=None), pr.DtypeError, ["key", "tensor", "got NoneType"]),
-        "mask number": (sdpa(mask=1.0), pr.DtypeError, ["attn_mask", "tensor", "got float"]),
-        "sparse": (sdpa(Q.to_sparse()), pr.DtypeError, ["query", "dense", "to_dense"]),
-        "integer": (sdpa(Q.int(), K.int(), V.int()), pr.DtypeError, ["query", "float16", "torch.int32"]),
-        "key float64": (sdpa(k=K.double()), pr.DtypeError, ["key", "torch.float32", "torch.float64"]),
-        "value half": (sdpa(v=V.half()), pr.DtypeError, ["value", "torch.float32", "torch.float16"]),
-        "mask int": (sdpa(mask=SEEN.int()), pr.DtypeError, ["attn_mask", "torch.float32", "got torch.int32"]),
-        "mask float64": (sdpa(mask=SEEN.double()), pr.DtypeError, ["attn_mask", "torch.float32", "got torch.float64"]),
-        "key device": (sdpa(k=K.to("meta")), pr.DeviceError, ["key", "cpu", "meta"]),
-        "mask device": (sdpa(mask=SEEN.float().to("meta")), pr.DeviceError, ["attn_mask", "cpu", "meta"]),
         "one axis": (sdpa(ones(5)), pr.ShapeError, ["query", "2 axes", "got [5]"]),
         "width": (sdpa(k=ones(2, 4, 6, 4)), pr.ShapeError, ["key", "as wide as query, 5", "got [2, 4, 6, 4]"]),
         "rows": (sdpa(v=ones(2, 4, 5, 7)), pr.ShapeError, ["value", "6 rows of key", "got [2, 4, 5, 7]"]),
@@ -125,21 +101,9 @@ CASES = {
         "mask and causal": (sdpa(mask=SEEN, is_causal=True), pr.ShapeError, ["mask", "causal", "tril()"]),
         "causal int": (sdpa(is_causal=1), pr.DtypeError, ["is_causal", "bool", "got int"]),
         "gqa None": (sdpa(enable_gqa=None), pr.DtypeError, ["enable_gqa", "bool", "NoneType"]),
-        "scale str": (sdpa(scale="1"), pr.DtypeError, ["scale", "number", "got str"]),
-        "dropout None": (sdpa(dropout_p=None), pr.DtypeError, ["dropout_p", "number", "NoneType"]),
     },
 }  # fmt: skip
 CHANNEL_TENSORS = ("running_mean", "running_var", "weight", "bias")
-WRONG_CHANNELS = {
-    "shape": (lambda: ones(3), pr.ShapeError, ["[4]", "got [3]"]),
-    "device": (lambda: ones(4, device="meta"), pr.DeviceError, ["cpu", "meta"]),
-    "float64": (lambda: ones(4, dtype=F64), pr.DtypeError, ["torch.float32", "torch.float64"]),
-    "int32": (lambda: ones(4).int(), pr.DtypeError, ["torch.float32", "torch.int32"]),
-    "number": (lambda: 1.0, pr.DtypeError, ["tensor", "float"]),
-}
-for name in CHANNEL_TENSORS:
-    for wrong, (make, error, words) in WRONG_CHANNELS.items():
-        CASES["batch_norm"][f"{name} {wrong}"] = (batch_norm(**{name: make()}), error, [name, *words])
 
 
 @pytest.mark.parametrize("op, case", [(op, case) for op, cases in CASES.items() for case in cases])
@@ -171,21 +135,15 @@ STRICTER |= {
     "scale tensor": (softmax(scale=ones(())), pr.DtypeError, ["softmax: scale", "Tensor", "Multiply input"]),
     "mask shape": (softmax(mask=ones(3)), pr.ShapeError, ["softmax: mask", "[3, 4]", "got [3]"]),
     "mask axes": (softmax(mask=ones(1, 3, 4)), pr.ShapeError, ["mask", "[3, 4]", "got [1, 3, 4]"]),
-    "mask int": (softmax(mask=ones(4).int()), pr.DtypeError, ["mask", "bool", "torch.int32"]),
-    "mask wide": (softmax(mask=ones(4).double()), pr.DtypeError, ["mask", "float32", "torch.float64"]),
-    "mask number": (softmax(mask=1.0), pr.DtypeError, ["mask", "tensor", "float"]),
-    "mask device": (softmax(mask=ones(4, device="meta")), pr.DeviceError, ["mask", "cpu", "meta"]),
     "bias bool": (attention(bias=SEEN), pr.DtypeError, ["attention: bias", "torch.float32", "torch.bool"]),
     "mask float": (attention(mask=SEEN.float()), pr.DtypeError, ["attention: mask", "bool", "torch.float32"]),
     "bias shape": (attention(bias=ones(4, 6)), pr.ShapeError, ["bias", "[2, 4, 3, 6]", "got [4, 6]"]),
-    "q None": (attention(None), pr.DtypeError, ["q must be a tensor", "NoneType"]),
     "leaf None": (attention({"a": Q, "b": Q}, {"a": K, "b": None}), pr.DtypeError, ["k must be", "NoneType"]),
     "leaf width": (attention({"a": Q, "b": ones(3, 4)}), pr.ShapeError, ["k", "as wide as q['b'], 4"]),
     "tree": (attention({"a": Q}, [K]), pr.TreeError, ["k", "tree prefix of q"]),
     "shared heads": (attention(k=K[:, :3]), pr.ShapeError, ["heads", "divide those of q", "k [2, 3, 6, 5]"]),
     "mask and causal": (attention(mask=SEEN, causal=True), pr.ShapeError, ["mask", "causal"]),
     "causal str": (attention(causal="no"), pr.DtypeError, ["causal", "bool", "got str"]),
-    "seed float": (attention(seed=1.0), pr.DtypeError, ["seed", "int", "got float"]),
     "seed wide": (attention(seed=2**63), ValueError, ["seed", "2**63", str(2**63)]),
     "seed shape": (attention(seed=torch.tensor([1])), pr.DtypeError, ["seed", "shape []", "[1]"]),
     "seed dtype": (attention(seed=ones(())), pr.DtypeError, ["seed", "int64", "torch.float32"]),
@@ -206,10 +164,7 @@ IMAGES, ADDED = (
     {
         "shape": ((X, X, (3,)), {}, pr.ShapeError, r"input must have shape \[\*, 3\]"),
         "residual shape": ((X, X[:1], (4,)), {}, pr.ShapeError, r"residual must have shape \[3, 4\].*got \[1, 4\]"),
-        "residual None": ((X, None, (4,)), {}, pr.DtypeError, "residual must be a tensor, got None"),
-        "residual dtype": ((X, X.half(), (4,)), {}, pr.DtypeError, "residual must have dtype torch.float32"),
         "p": ((X, X, (4,)), {"dropout_p": 1.5}, ValueError, r"dropout_p must be a probability"),
-        "eps": ((X, X, (4,)), {"eps": "1"}, pr.DtypeError, "eps must be a number"),
     },
 )
 OF_NORMS = {
@@ -218,17 +173,13 @@ OF_NORMS = {
         "scale of others": ((X, ones(2, 4), X), {}, pr.ShapeError, r"scale must have .*\[3, 4\].*got \[2, 4\]"),
         "scale width": ((X, ones(3, 1), X), {}, pr.ShapeError, r"scale must have .*got \[3, 1\]"),
         "scale axes": ((X, ones(1, 3, 4), X), {}, pr.ShapeError, r"scale must have .*got \[1, 3, 4\]"),
-        "scale None": ((X, None, X), {}, pr.DtypeError, "scale must be a tensor, got None"),
         "shift shape": ((X, X, ones(4)), {}, pr.ShapeError, r"shift must have shape \[3, 4\].*got \[4\]"),
-        "shift dtype": ((X, X, X.half()), {}, pr.DtypeError, "shift must have dtype torch.float32"),
-        "eps": ((X, X, X, None, "1"), {}, pr.DtypeError, "eps must be a number"),
     },
     "add_layer_norm": ADDED,
     "add_rms_norm": ADDED,
     "group_norm": {
         "one axis": ((ones(4), 2), {}, pr.ShapeError, "input must have at least 2 axes"),
         "groups": ((IMAGES, 3), {}, pr.ShapeError, "num_groups must be positive and divide"),
-        "no int": ((IMAGES, 2.0), {}, pr.DtypeError, "num_groups must be an int"),
         "weight": ((IMAGES, 2, ones(2)), {}, pr.ShapeError, r"weight must have shape \[4\]"),
         "one value": ((IMAGES[:1, :, 0, 0], 4), {}, pr.ShapeError, "input must have more"),
         "activation": ((IMAGES, 2), {"activation": "relu"}, ValueError, "activation must"),
@@ -237,8 +188,6 @@ OF_NORMS = {
         "one position": ((IMAGES[..., :1, :1],), {}, pr.ShapeError, "input must have"),
         "one statistic": ((IMAGES, ones(4)), {}, pr.ShapeError, "running_mean and running_var"),
         "eps": ((IMAGES,), {"eps": 0.0}, ValueError, "eps must be positive"),
-        "momentum": ((IMAGES,), {"momentum": "1"}, pr.DtypeError, "momentum must"),
-        "integers": ((IMAGES.long(),), {}, pr.DtypeError, "input must have dtype"),
     },
     "dropout": {"no number": ((X, float("nan")), {}, ValueError, "p must be a probability")},
 }
@@ -251,26 +200,58 @@ def test_mistakes_are_named(op, case):
         getattr(pr.functional, op)(*args, **options)
 
 
-# One for each kind of thing that an argument may be.
-WRONG = ("a", -1.5, 10**6, torch.ones(3, 5), torch.full((2, 4), 9), ones(4, device="meta"), X.cfloat(), X.to_sparse())
+OPTIONAL = dict.fromkeys(("weight", "bias", "running_mean", "running_var", "linear_bias"), ones(4)) | dict.fromkeys(
+    ("attn_mask", "mask"), ones(4, 4, dtype=torch.bool)
+)
 
 
-@pytest.mark.filterwarnings("ignore:size_average and reduce:UserWarning")
+def faults(value):
+    """Values with one fault each for an argument that `value` would be right for, and words of which an error has one.
+
+    A shape of the first argument may be told as one that another argument does not go with.
+    """
+    if isinstance(value, torch.Tensor):
+        others = value.cfloat(), value.double() if value.is_floating_point() else value.float()
+        yield from ((other, [str(other.dtype)]) for other in others)
+        yield from ((value.to("meta"), ["meta"]), (value.to_sparse(), ["to_dense"]), (value.new_ones(3, 5), ["5"]))
+    yield from ((-1.5, ["-1.5", "float"]), ([1.0], ["1.0", "float", "list"]), ("wrong", ["wrong", "str"]))
+    yield from ((10**6, [str(10**6), "int"]), (True, ["True", "bool"]), (None, ["None", "together"]))
+
+
+def raised(function, given):
+    """What a call raises, or None."""
+    try:
+        _ = function and function(**given)
+    except Exception as error:
+        return error
+    return None
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("name", public_functions())
-def test_an_error_names_the_function_that_was_called(name):
-    function, messages = getattr(pr.functional, name), []
-    given = arguments_of(name, function, torch.ones(2, 4, 4))
+def test_an_error_is_torchs_and_names_the_function_the_argument_and_what_came(name):
+    function, count = getattr(pr.functional, name), 0
+    # Torch's calls of a matrix and a loss raise others, from release to release.
+    theirs = getattr(F, name, None) if name != "linear_cross_entropy" else None
     for argument, parameter in inspect.signature(function).parameters.items():
         # Torch's own code reads these; a flag is whatever Python takes for one.
-        if argument in ("size_average", "reduce", "_stacklevel") or parameter.default in (True, False):
+        if argument in ("size_average", "reduce", "_stacklevel", "namespace") or parameter.default in (True, False):
             continue
-        for wrong in WRONG:
-            try:
-                function(**{**given, argument: wrong})
-            except Exception as error:
-                messages.append(str(error))
-    assert len(messages) > len(WRONG)
-    assert not [message for message in messages if not message.startswith(f"{name}: ")]
+        given = arguments_of(name, function, torch.ones(2, 4, 4))
+        several = {"running_mean", "running_var"} if "running" in argument else {argument}
+        given |= {key: OPTIONAL[key] for key in several & {*OPTIONAL}} | ({"seed": 0} if argument == "offset" else {})
+        for wrong, words in faults(given.get(argument)):
+            error, torchs = (raised(f, {**given, argument: wrong}) for f in (function, theirs))
+            if error is None:
+                continue
+            count += 1
+            assert isinstance(error, (pr.PrimitivesError, TypeError, ValueError))
+            assert str(error).startswith(f"{name}: ")
+            assert argument in str(error) or words == ["5"]
+            assert any(word in str(error) for word in words), error
+            if isinstance(torchs, TORCH_ERRORS) and "unexpected keyword" not in str(torchs):
+                assert isinstance(error, type(torchs)), (error, torchs)
+    assert count > 5
 
 
 @pytest.mark.parametrize("wrong", [*CHANNEL_TENSORS, "momentum", "eps"])

@@ -72,11 +72,15 @@ def _pair(op_name: str, label: str, x: Tensor, shape: tuple[int, ...], what: str
 
 
 def _go_with(x: Tensor, shape: Any, *values: Any) -> bool:
-    """Whether every value is `None` or a tensor of this shape, with the dtype and device of `x`."""
-    dtype, device = x.dtype, x.device
+    """Whether every value is `None` or a dense tensor of this shape, with the dtype and device of `x`."""
+    dtype, device, strided = x.dtype, x.device, torch.strided
     for value in values:
         if value is not None and not (
-            isinstance(value, torch.Tensor) and value.dtype == dtype and value.shape == shape and value.device == device
+            isinstance(value, torch.Tensor)
+            and value.dtype == dtype
+            and value.shape == shape
+            and value.device == device
+            and value.layout is strided
         ):
             return False
     return dtype in FLOATING
