@@ -34,7 +34,8 @@ they are silently **wrong** or raise:
 
 "Under vmap" means that the inner derivative is, as in `torch.func.hessian`, `jacfwd` and `jacrev`, "by forward_ad" that
 `torch.autograd` takes the others. A word after a name says which input: `masked_rows` see no entry, `zeros` and
-`infinite` are among the numbers, `channels_last` is a layout.
+`infinite` are among the numbers, which may be `complex`, `channels_last` is a layout. Eigenvectors of `linalg_eig` have
+any phase: what is judged are products of their numbers, which have none.
 
 Repaired, all are right in every nesting but these:
 

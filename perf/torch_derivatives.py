@@ -6,14 +6,14 @@ values under a transform with those of plain code: as torch is, and repaired by 
 what torch has wrong or lacks. Six calls of each operator are judged, repaired one call of those that torch has right;
 under `vmap` the first call, and each of an operator that is repaired.
 
-Run: `python -m perf.torch_derivatives`, once for each version of torch. It takes some twenty minutes.
+Run: `python -m perf.torch_derivatives`, once for each version of torch. It takes some twenty minutes; with the names of
+operators behind it, `aten.sgn.default`, it judges these and keeps the other rows.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
-import functools
 import re
 import warnings
 from collections import Counter, defaultdict
@@ -41,12 +41,12 @@ if TYPE_CHECKING:
 # Calls of an operator that are kept, those of them that are judged, and the elements that their arguments have at most.
 CALLS, JUDGED, ELEMENTS = 24, 6, 3000
 SAMPLES = 16
+COLUMNS: tuple[str, ...] = ("operator", "wrong", "raises", "repaired_wrong", "repaired_raises")
 # Relative errors of central differences, and of differences of differences, where torch has no nesting that is right.
 TOLERANCE, LOOSE_TOLERANCE = 1e-5, 1e-3
 _DTYPES = (torch.float64, torch.complex128)
-# Whose result is one of many: eigenvectors have any phase.
-AMBIGUOUS = ("aten.linalg_eig.default",)
-SEVERITY = ("right", "raises", "wrong")
+# Whose outputs behind the first are statistics, which are seldom differentiated: the first alone counts.
+WITH_STATISTICS = ("aten.native_group_norm.default", "torch_nn._linear_cross_entropy_batch_chunked.default")
 _TORCHS = ThreadPoolExecutor(1)
 
 
@@ -72,6 +72,9 @@ class Call(NamedTuple):
         # Code that draws numbers draws the same ones each time.
         torch.manual_seed(0)
         out = self.operator(*args, **kwargs)
+        if self.operator is torch.ops.aten.linalg_eig.default:
+            # Eigenvectors have any phase, these products have none.
+            out = out[0], out[1].unsqueeze(-2) * out[1].unsqueeze(-3).conj()
         return [_as_real(y) for y in (out if isinstance(out, (tuple, list)) else [out])]
 
 
@@ -127,6 +130,13 @@ def _beside_the_database() -> Iterator[Callable[[], Any]]:
     yield lambda: torch.view_as_real(torch.view_as_complex(random(3, 2)))
     yield lambda: torch.fft.irfft(torch.fft.fft(torch.fft.rfft(random(3, 6))))
     yield lambda: torch.polar(random(3).abs(), random(3)).abs()
+    labels, count = torch.tensor([0, 3, 1]), torch.tensor(3.0, dtype=torch.float64)
+    yield lambda: torch.ops.aten._log_softmax_backward_data(random(3, 4), random(3, 4), 1, torch.float64)
+    yield lambda: torch.ops.aten.nll_loss_backward(random(), random(3, 4), labels, None, 1, -100, count)
+    images = labels.reshape(3, 1, 1)
+    yield lambda: torch.ops.aten.nll_loss2d_backward(random(), random(3, 4, 1, 1), images, None, 1, -100, count)
+    yield lambda: torch.view_as_complex(random(3, 2)).sgn()
+    yield lambda: torch.linalg.eig(torch.view_as_complex(random(3, 3, 2)))
 
 
 def recorded(database: Iterable[Any]) -> dict[str, list[Call]]:
@@ -306,16 +316,11 @@ def verdicts_of(calls: Sequence[Call], most: int = JUDGED, *, under_vmap: bool =
     for call, moving in filter(None, map(_differentiable, [first, *alone, *calls[1:]])):
         if len(found) == most:
             break
-        judge = functools.partial(judged, under_vmap=under_vmap or not found)
-        # Statistics beside a result are seldom differentiated: what holds for the result alone counts.
-        judgments = []
-        for like in (call, _symmetric(call)):
-            if not any(judgments):
-                judgments = [judge(like, moving), judge(like, moving[:1], moving[1:]) if moving[1:] else None]
-        known = [judgment for judgment in judgments if judgment is not None]
-        if known:
-            words = {nesting for judgment in known for nesting in judgment}
-            found.append({n: min((v.get(n, "right") for v in known), key=SEVERITY.index) for n in words})
+        count = 1 if name_of(call.operator) in WITH_STATISTICS else len(moving)
+        options = {"moving": moving[:count], "beside": moving[count:], "under_vmap": under_vmap or not found}
+        judgment = judged(call, **options) or judged(_symmetric(call), **options)
+        if judgment is not None:
+            found.append(judgment)
     verdicts: dict[str, str] = {}
     words = {nesting for judgment in found for nesting in judgment}
     for nesting in sorted(words, key=lambda word: (word != plain(word), len(word), word)):
@@ -333,7 +338,7 @@ def _measured(
     for name, of_name in calls.items():
         is_touched = touched is not None and of_name[0].operator.name() in touched
         most = JUDGED if touched is None or is_touched else 1
-        verdicts = None if name in AMBIGUOUS else verdicts_of(of_name, most, under_vmap=is_touched)
+        verdicts = verdicts_of(of_name, most, under_vmap=is_touched)
         if verdicts is not None:
             kinds = {kind: " ".join(n for n, v in verdicts.items() if v == kind) for kind in ("wrong", "raises")}
             print(name, *kinds.values(), sep=" | ", flush=True)
@@ -342,9 +347,9 @@ def _measured(
 
 def _write(rows: dict[str, dict[str, str]]) -> None:
     with table_path().open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, ["operator", *next(iter(rows.values()))], lineterminator="\n")
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         writer.writeheader()
-        writer.writerows({"operator": name, **row} for name, row in rows.items())
+        writer.writerows({**rows[name], "operator": name} for name in sorted(rows))
 
 
 def counts(rows: Sequence[dict[str, str]]) -> Iterator[tuple[str, int, int, int, int]]:
@@ -360,20 +365,28 @@ def main() -> None:
     """Write the table: of torch, and of torch repaired."""
     from torch.testing._internal.common_methods_invocations import op_db
 
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter).parse_args()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("operators", nargs="*", help="those to judge; all by default")
+    chosen = parser.parse_args().operators
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
     calls = recorded(op_db)
-    rows = dict(_measured(calls))
-    for repaired in ("repaired_wrong", "repaired_raises"):
-        for row in rows.values():
-            row[repaired] = ""
+    known = {row["operator"]: row for row in read_table()}
+    if chosen:
+        calls = {name: of_name for name, of_name in calls.items() if name.partition(" ")[0] in chosen}
+        if missing := {*chosen} - {name.partition(" ")[0] for name in calls}:
+            parser.error(f"no calls of {', '.join(sorted(missing))}, expected names such as aten.sgn.default")
+    rows = {name: row for name, row in known.items() if chosen and name not in calls}
+    # The repair reads them: its own columns are those of before until they are judged.
+    judged_of_torch = dict(_measured(calls))
+    rows.update({name: {**known.get(name, dict.fromkeys(COLUMNS, "")), **row} for name, row in judged_of_torch.items()})
     _write(rows)
-    # The repair reads it.
     forget_table()
     with pr.repair_torch():
         touched = {*repairs(), *backward_operators()}
-        for name, kinds in _measured({name: calls[name] for name in rows}, touched):
+        for name in judged_of_torch:
+            rows[name].update(repaired_wrong="", repaired_raises="")
+        for name, kinds in _measured({name: calls[name] for name in judged_of_torch}, touched):
             rows[name].update({f"repaired_{kind}": nestings for kind, nestings in kinds.items()})
     _write(rows)
     for who, total, wrong, early, raising in counts(read_table()):

@@ -33,6 +33,7 @@ DUAL = {
     "logaddexp": lambda x: torch.logaddexp(x, x.flip(0)),
     "logcumsumexp": lambda x: x.logcumsumexp(-1),
     "safe_softmax": lambda x: torch.ops.aten._safe_softmax(x.log(), -1),
+    "aminmax": lambda x: torch.stack(torch.aminmax(x, dim=0)),
 }
 
 
@@ -117,3 +118,36 @@ def test_first_gradients_of_factors_are_right_under_modes_too():
         compiled = torch.compile(lambda a: torch.cholesky_solve(b, a).sin().sum(), backend="aot_eager")
         torch.testing.assert_close(torch.autograd.grad(compiled(a), a)[0], expected)
     assert expected.triu(1).abs().max() == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128], ids=str)
+def test_what_no_phase_of_eigenvectors_changes_is_right_to_order_3(dtype):
+    numbers = (2, 3, 3, 2) if dtype.is_complex else (2, 3, 3)
+    x, v = randn(*numbers), randn(*numbers)
+
+    def f(x):
+        x = torch.view_as_complex(x) if dtype.is_complex else x
+        values, vectors = torch.linalg.eig(x)
+        results = torch.linalg.eigvals(x), vectors @ (values.exp().unsqueeze(-1) * vectors.inverse())
+        return perturbed_sum([*map(torch.view_as_real, results), vectors.abs()])
+
+    plain = f(x)
+    with pr.repair_torch():
+        assert len([*right_nestings(f, [x], [v])]) == 14
+        torch.testing.assert_close(torch.func.vjp(f, x)[0], plain)
+        torch.testing.assert_close(nested(f, [v], "FR")(x), nested(f, [v], "fr")(x))
+        for nesting in ("rf", "fr", "rrf", "rfr"):
+            torch.testing.assert_close(nested_by_autograd(f, [v], nesting)(x).detach(), nested(f, [v], nesting)(x))
+
+
+def test_directions_of_complex_numbers_are_right_to_order_3_and_do_not_move_at_zero():
+    x, v = randn(3, 2), randn(3, 2)
+
+    def f(x):
+        return perturbed_sum([torch.view_as_complex(x * 1).sgn_().angle()])
+
+    with pr.repair_torch():
+        assert len([*right_nestings(f, [x], [v])]) == 14
+        zero = torch.zeros_like(x)
+        found = [nested(lambda x: torch.view_as_complex(x).sgn().abs().sum(), [v], n)(zero) for n in nestings(3)]
+    assert not any(found)

@@ -35,6 +35,7 @@ __all__ = [
 MAX_ORDER = 3
 # The end of a name where an operator has another derivative for such an input.
 CHANNELS_LAST, MASKED_ROWS, INFINITE, PRODUCT, ZEROS = " channels_last", " masked_rows", " infinite", " prod", " zeros"
+COMPLEX = " complex"
 # Of a system whose matrix is a constant.
 RIGHT_SIDE = " right_side"
 
@@ -74,8 +75,8 @@ def name_of(operator: OpOverload, args: Sequence[Any] = (), moves: Callable[[Ten
         return text
     if name == "_linalg_solve_ex":
         return text + RIGHT_SIDE * (moves is not None and not moves(x))
-    if name == "scatter_reduce":
-        return text + PRODUCT * ("prod" in args)
+    if name in ("scatter_reduce", "sgn"):
+        return text + PRODUCT * ("prod" in args) + COMPLEX * (name == "sgn" and x.is_complex())
     if x.numel() and not x.is_meta:
         if "softmax" in name and "backward" not in name:
             return text + MASKED_ROWS * bool((x == -torch.inf).all(args[1]).any())

@@ -85,8 +85,9 @@ class Repair:
         reverse: Who differentiates a backward pass that is recorded: `"torch"`, which has it right, `"node"`, the
             backward operator of its node, or `"formula"`.
         is_wrong_at_once: Whether torch's first gradient can be wrong too.
-        waits: Whether its kernel is registered when the first transform or tangent comes, and plain code costs nothing
-            until then; that of a primitive on a GPU is there from the start.
+        waits_for: What has to come before its kernel is registered, so that plain code costs nothing until then:
+            `"transform"` or a tangent, a tangent by `"forward_ad"` alone, or nothing. That of a primitive on a GPU is
+            there from the start.
     """
 
     def __init__(self, operator: OpOverload) -> None:
@@ -102,13 +103,13 @@ class Repair:
         self.reverse = "formula" if self.is_wrong_at_once else "torch"
         if any(set(nesting) == {"r"} for nesting in verdicts_of(operator).beyond(1)):
             self.reverse = "node" if backward_name(operator) in backward_operators() else "formula"
-        self.waits = self.reverse != "formula"
         wrong = verdicts_of(operator).beyond(0)
-        self._is_right_in_transforms = bool(wrong) and all("d" in nesting for nesting in wrong)
+        is_right_in_transforms = bool(wrong) and all("d" in nesting for nesting in wrong)
+        self.waits_for = "" if self.reverse == "formula" else "forward_ad" if is_right_in_transforms else "transform"
 
     def formula(self, *args: Any, **kwargs: Any) -> Any:
         """The outputs, or `NotImplemented` where no formula takes the arguments."""
-        if self._is_right_in_transforms and _functorch.peek_interpreter_stack() is not None:
+        if self.waits_for == "forward_ad" and _functorch.peek_interpreter_stack() is not None:
             return NotImplemented
         # Not whether it is enabled: it is not inside operators that autocast runs in float32, and is behind them.
         is_wide = self._multiplies and _autocast_depth() > 0 and not _has_double(args)

@@ -10,6 +10,7 @@ import threading
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from torch._C import _functorch  # type: ignore[attr-defined] - no stub
 
 from primitives._core.autograd import tangents_possible
 from primitives._core.contexts import Decorates
@@ -23,10 +24,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 _Function = TypeVar("_Function", bound="Callable[..., Any]")
+_peek = _functorch.peek_interpreter_stack
 
 __all__ = ["is_repaired", "repair_torch", "repaired_thread"]
 
-_lock, _registrations, _waiting = threading.Lock(), Registrations(), Registrations()
+_lock = threading.Lock()
+# By what they wait for.
+_at_once, _transforms, _forward_ad = _registrations = Registrations(), Registrations(), Registrations()
 # One entry for each block that some thread is in.
 _open_contexts: list[int] = []
 
@@ -90,7 +94,7 @@ class repair_torch(Decorates):  # noqa: N801 - used like a function, as torch.se
             if not is_active():
                 _compiled.begin()
             _register()
-            _registrations.warn_of_others(repairs(), stacklevel=2)
+            _at_once.warn_of_others(repairs(), stacklevel=2)
             process.is_repaired = True
 
     def undo(self) -> None:
@@ -106,7 +110,7 @@ class repair_torch(Decorates):  # noqa: N801 - used like a function, as torch.se
                 keep_repaired(math.inf)
             process.is_repaired = False
             if not _open_contexts:
-                for registrations in (_registrations, _waiting):
+                for registrations in _registrations:
                     registrations.take_back()
 
     def __enter__(self) -> repair_torch:
@@ -190,28 +194,30 @@ _compiled = _Compiled()
 
 def _register() -> None:
     """Put kernels before torch's own, once; those that wait where a transform or a tangent may be there already."""
-    if not _registrations:
+    if not _at_once:
         install_backwards()
         # Others that wait are right in reverse mode alone, and a tangent has a sign of its own.
-        early = [r for r in repairs().values() if r.waits and (r.is_fused or r.reverse == "node")]
+        early = [r for r in repairs().values() if r.waits_for and (r.is_fused or r.reverse == "node")]
         names = [repair.name for repair in early if "CPU" in repair.devices]
         front = [(name, "FuncTorchDynamicLayerFrontMode", _sign) for name in (*names, *map("aten::{}".format, SIGNS))]
         duals = [("aten::_make_dual", f"Autograd{device}", _sign) for device in DEVICES]
-        _registrations.add([*_kernels(waiting=False), *duals, *front])
+        _at_once.add([*_kernels(""), *duals, *front])
     if tangents_possible():
         _register_those_that_wait()
 
 
 def _register_those_that_wait() -> None:
-    if _registrations and not _waiting:
-        _waiting.add(_kernels(waiting=True))
+    if _at_once and not _transforms:
+        _transforms.add(_kernels("transform"))
+    if _at_once and not _forward_ad and _peek() is None:
+        _forward_ad.add(_kernels("forward_ad"))
 
 
 def _sign(own: Callable[..., Any]) -> Callable[..., Any]:
     """`own`, before whose first call the kernels that wait are registered."""
 
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        if not _waiting:
+        if not _forward_ad and (not _transforms or _peek() is None):
             with _lock:
                 _register_those_that_wait()
         return own(keyset, *args, **kwargs)
@@ -219,10 +225,10 @@ def _sign(own: Callable[..., Any]) -> Callable[..., Any]:
     return kernel
 
 
-def _kernels(*, waiting: bool) -> Iterator[tuple[str, str, Callable[..., Any]]]:
+def _kernels(waits_for: str) -> Iterator[tuple[str, str, Callable[..., Any]]]:
     for repair in repairs().values():
         for device in repair.devices:
-            if waiting == (repair.waits and (device == "CPU" or not repair.is_fused)):
+            if waits_for == ("" if device == "CUDA" and repair.is_fused else repair.waits_for):
                 yield repair.name, f"Autograd{device}", functools.partial(forward_kernel, repair, device)
                 name = inplace_name(repair)
                 if name is not None:

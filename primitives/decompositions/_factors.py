@@ -164,3 +164,49 @@ def linalg_eigh(
     symmetric = (A + A.mH) / 2
     w, V = eigh_p(symmetric + constant_p(half + half.mH + diagonal - symmetric), UPLO)  # noqa: N806
     return w, V if compute_v else V.new_empty(0)
+
+
+_EIG = "(Tensor A, bool is_real) -> (Tensor w, Tensor V)"
+eig_p = Primitive("eig", _EIG, residuals=("w", "V"), namespace="primitives_decompositions")
+
+
+@eig_p.def_reference
+def _eig_reference(A: Tensor, is_real: bool) -> tuple[Tensor, Tensor]:  # noqa: N803 - ATen's names
+    return torch.linalg.eig(A.real if is_real else A)
+
+
+def _of_one_length(x: Tensor, V: Tensor) -> Tensor:  # noqa: N803 - ATen's names
+    """`real(V^H x)` of each eigenvector and its column of `x`: how far these leave the length 1 of torch's vectors."""
+    return (V.conj() * x).real.sum(-2, keepdim=True)
+
+
+@eig_p.def_vjp
+def _eig_vjp(residuals: Any, cotangents: Any, wanted: Any) -> dict[str, Tensor | None]:
+    w, V = residuals.w, residuals.V  # noqa: N806 - ATen's name
+    terms = []
+    if cotangents.w is not None:
+        terms.append(torch.diag_embed(cotangents.w))
+    if cotangents.V is not None:
+        bar = cotangents.V
+        terms.append(_by_gaps(V.mH @ (bar - V * _of_one_length(bar, V)), w.conj()))
+    return {"A": torch.linalg.solve(V.mH, (terms[0] if len(terms) == 1 else terms[0] + terms[1]) @ V.mH)}
+
+
+@eig_p.def_jvp
+def _eig_jvp(residuals: Any, tangents: Any) -> tuple[Tensor, Tensor]:
+    w, V = residuals.w, residuals.V  # noqa: N806 - ATen's name
+    moved = torch.linalg.solve(V, tangents.A @ V)
+    V_dot = V @ _by_gaps(moved, w)  # noqa: N806
+    return moved.diagonal(dim1=-2, dim2=-1), V_dot - V * _of_one_length(V_dot, V)
+
+
+@eig_p.def_vmap
+def _eig_vmap(batch: Any, primals: Any) -> Any:
+    return eig_p(primals.A.movedim(batch.axes.A, 0), primals.is_real), (0, 0)
+
+
+@register_decomposition(aten.linalg_eig)
+def linalg_eig(self: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenvalues and eigenvectors of any matrices; what depends on the phases of these has no derivative."""
+    _check_square("linalg.eig", self)
+    return eig_p(self.to(self.dtype.to_complex()), not self.is_complex())

@@ -86,6 +86,15 @@ def sinc(self: Tensor) -> Tensor:
     return torch.where(is_small, series, away.sin() / away).to(self.dtype)
 
 
+@register_decomposition(aten.sgn)
+def sgn(self: Tensor) -> Tensor:
+    """A complex number divided by its size; torch overwrites the quotient of 0, which reverse mode needs."""
+    if not self.is_complex():
+        return torch.sgn(self)
+    is_zero = self == 0
+    return torch.where(is_zero, 0, self / torch.where(is_zero, 1, self).abs())
+
+
 @register_decomposition(aten.special_i1)
 def special_i1(self: Tensor) -> Tensor:
     """Bessel function, around zero by its series: torch takes derivatives there for constants."""

@@ -67,6 +67,13 @@ def prod(self: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
     return prod_along(self.flatten(), 0, dtype=dtype)
 
 
+@register_decomposition(aten.aminmax)
+def aminmax(self: Tensor, *, dim: int | None = None, keepdim: bool = False) -> tuple[Tensor, Tensor]:
+    """The least and the largest number, each as it is alone; torch writes into a tangent of both that may be a zero."""
+    axes = () if dim is None else dim
+    return self.amin(axes, keepdim), self.amax(axes, keepdim)
+
+
 def _log_sum(a: Tensor, b: Tensor) -> Tensor:
     """`log(exp(a) + exp(b))`, of complex numbers too."""
     if not a.is_complex():
