@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    # A mode, the operands that are absent, and the wanted results.
+    # A mode, the operands that are absent, and the `output_mask`.
     Step = tuple[str, Sequence[str], Sequence[bool] | None]
 
 # Large enough that the mean square of x_hat is visibly not 1, and far enough from a float32 number that rounding it to
@@ -95,12 +95,12 @@ class Operands:
         launchers = {name: getattr(module, name) for module in modules for name in module.__all__}
         return {name.removeprefix(f"{cls.op()}_"): launcher for name, launcher in launchers.items()}
 
-    def call(self, mode: str, wanted: Sequence[bool] | None = None, derived: Mapping[str, Any] | None = None) -> Call:
+    def call(self, mode: str, output_mask: Sequence[bool] | None = None, derived: Mapping | None = None) -> Call:
         """A call of one mode, by default of all its results, with what is derived from the operands if not given."""
         launcher = self.modes()[mode]
-        wanted = (True,) * self.RESULTS.get(mode, 3) if wanted is None else wanted
+        output_mask = (True,) * self.RESULTS.get(mode, 3) if output_mask is None else output_mask
         derived = self.derived() if derived is None else derived
-        given = {"eps": EPS, "momentum": MOMENTUM, **vars(self), **derived, "wanted": wanted}
+        given = {"eps": EPS, "momentum": MOMENTUM, **vars(self), **derived, "output_mask": output_mask}
         return Call(launcher, tuple(given[name] for name in inspect.signature(launcher).parameters))
 
     def calls(self, *modes: str) -> list[Call]:
@@ -118,7 +118,7 @@ class Operands:
         parameters = inspect.signature(self.modes()[mode]).parameters
         names = [name for name, parameter in parameters.items() if parameter.annotation == "Tensor | None"]
         names = [name for name in names if getattr(self, name) is not None and name not in self.NEVER_ABSENT]
-        num_results = self.RESULTS.get(mode, 3) if "wanted" in parameters else 0
+        num_results = self.RESULTS.get(mode, 3) if "output_mask" in parameters else 0
         for choice in pairwise(len(names) + num_results):
             absent = [name for name, is_there in zip(names, choice, strict=False) if not is_there]
             # A launcher of tangents is called for one at least.
@@ -127,7 +127,7 @@ class Operands:
 
     def steps(self, steps: Sequence[Step], derived: Mapping[str, Any] | None = None) -> list[Call]:
         """A call for each step, with what is derived from the operands if not given."""
-        return [self.change(**dict.fromkeys(absent)).call(mode, wanted, derived) for mode, absent, wanted in steps]
+        return [self.change(**dict.fromkeys(absent)).call(mode, mask, derived) for mode, absent, mask in steps]
 
     def derived(self) -> dict[str, Any]:
         """Arguments that follow from others."""

@@ -34,9 +34,9 @@ class Call:
         return self.args[self.names.index(name)]
 
     @property
-    def wanted(self) -> tuple:
+    def output_mask(self) -> tuple:
         """Which outputs are wanted, where a call can choose."""
-        return tuple(self.argument("wanted")) if "wanted" in self.names else ()
+        return tuple(self.argument("output_mask")) if "output_mask" in self.names else ()
 
     @property
     def tensors(self) -> list[int]:
@@ -86,14 +86,14 @@ def distinct(calls: Iterable[Call]) -> list[Call]:
     """One call for each primitive, set of present arguments and set of wanted outputs."""
     found: dict[tuple, Call] = {}
     for call in calls:
-        found.setdefault((call.overload, tuple(call.tensors), call.wanted), call)
+        found.setdefault((call.overload, tuple(call.tensors), call.output_mask), call)
     return list(found.values())
 
 
 def fullest(calls: Iterable[Call], primitive: Any) -> Call:
     """Of the calls of `primitive`, the one with the most tensors and the most wanted outputs."""
     candidates = [call for call in calls if call.overload is primitive.overload]
-    return max(candidates, key=lambda call: (len(call.tensors), sum(call.wanted)))
+    return max(candidates, key=lambda call: (len(call.tensors), sum(call.output_mask)))
 
 
 def in_float64(call: Call) -> tuple[Tensor, ...]:

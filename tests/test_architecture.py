@@ -197,7 +197,7 @@ def test_primitives_are_complete(name):
 
 def rooms(op):
     """Folders of the file of an operation, and of all functions that are its rules."""
-    stem = re.sub("(_pairing)?(_bwd|_fwd)?(_jvp)?$", "", op.name)
+    stem = re.sub("(_double_backward)?(_bwd|_fwd)?(_jvp)?$", "", op.name)
     yield from (name.split(".")[2] for name in trees() if re.fullmatch(rf"primitives\.ops\.\w+\.{stem}", name))
     for rule in (*op.rules.given.values(), *op.rules.kernels.values()):
         own = re.match(r"primitives\.ops\.(\w+)\.", rule.__module__)

@@ -32,7 +32,7 @@ def lacking(case):
         f"the function {public} with its checks, offered by primitives/functional.py": hasattr(pr.functional, public),
         f"def_vmap of {', '.join(without_vmap)}, in primitives/ops/*/{family}.py": not without_vmap,
         f"bind_kernels of {', '.join(without_kernel)}, in primitives/ops/*/{family}.py": not without_kernel,
-        f"{family}_pairing and _bwd_jvp, in a file of second order beside it, or decomposable=True of the "
+        f"{family}_double_backward and _bwd_jvp, in a file of second order beside it, or decomposable=True of the "
         "derivatives": has_second_order,
         f"a line on how DTensors may be cut, in FAMILIES of primitives/_distributed/_axes.py: {family}": family
         in FAMILIES,
@@ -58,7 +58,7 @@ def unrecorded(primitives):
     """A sentence for each primitive whose op has no record."""
     known = {case.family or case.name for case in CASES}
     for name, op in primitives.items():
-        stem = re.sub("(_pairing)?(_bwd|_fwd)?(_jvp)?$", "", op.name)
+        stem = re.sub("(_double_backward)?(_bwd|_fwd)?(_jvp)?$", "", op.name)
         # Random bits are state, without a derivative.
         if name.startswith("primitives::") and stem not in known and op.spec.differentiable_outputs:
             yield f"{op.name}: write a record of {stem}, perf/ops/{stem}.py, and name it in perf/ops/__init__.py."

@@ -23,11 +23,11 @@ def power_reference(x, weight, power):
     return y, x.mean(), x.new_full((), float(x.numel()))
 
 
-def power_vjp(residuals, cotangents, wanted):
+def power_vjp(residuals, cotangents, output_mask):
     x, weight, power, out = residuals.x, residuals.weight, residuals.power, {}
-    if wanted.x:
+    if output_mask.x:
         out["x"] = cotangents.y * power * x.pow(power - 1) * (1 if weight is None else weight)
-    if wanted.weight:
+    if output_mask.weight:
         out["weight"] = cotangents.y * x.pow(power)
     return out
 
@@ -140,8 +140,8 @@ def test_lists_of_tensors_are_differentiated():
         return (xs[0] + 2 * xs[1]) * weight
 
     rules = {
-        "vjp": lambda r, c, wanted: (
-            {"xs": [c.y * r.weight, 2 * c.y * r.weight]} if any(wanted.xs) else {"weight": c.y * reference(r.xs, 1)}
+        "vjp": lambda r, c, mask: (
+            {"xs": [c.y * r.weight, 2 * c.y * r.weight]} if any(mask.xs) else {"weight": c.y * reference(r.xs, 1)}
         ),
         "jvp": lambda r, t: sum(i * dot * r.weight for i, dot in enumerate(t.xs, 1) if dot is not None),
         "reference": reference,
@@ -163,7 +163,7 @@ def test_none_among_the_tangents_of_several_outputs_is_zero(returns):
     rules = {
         "reference": lambda x, flags: [x.sin(), x.cos()] if is_list else (x.sin(), x.cos()),
         "jvp": lambda r, t: ([None, -r.x.sin() * t.x],) if is_list else (None, -r.x.sin() * t.x),
-        "vjp": lambda r, c, wanted: {"x": X},
+        "vjp": lambda r, c, output_mask: {"x": X},
     }
     op = define(f"(Tensor x, bool[] flags) -> {returns}", rules=rules, residuals=("x",))
     for call in (lambda x: tuple(op(x, [True, False])), vmap(lambda x: tuple(op(x, [True, False])))):

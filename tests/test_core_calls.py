@@ -25,7 +25,7 @@ X = torch.tensor([1.0, 2.0])
 def cube_rules():
     return {
         "reference": lambda x: x.pow(3.0),
-        "vjp": lambda r, c, wanted: {"x": 3.0 * r.x.square() * c.y},
+        "vjp": lambda r, c, output_mask: {"x": 3.0 * r.x.square() * c.y},
         "jvp": lambda r, t: 3.0 * r.x.square() * t.x,
     }
 
@@ -80,7 +80,7 @@ def test_outputs_that_are_not_the_schemas_raise(wanted, outputs, wrongs):
 
 def test_outputs_come_as_the_schema_says():
     """A list for a tuple and a tuple for a list are converted, and nothing is detached by that."""
-    rules = {"reference": lambda x: [x * 2, x * 3], "vjp": lambda r, c, wanted: {"x": 2 * c.y + 3 * c.z}}
+    rules = {"reference": lambda x: [x * 2, x * 3], "vjp": lambda r, c, output_mask: {"x": 2 * c.y + 3 * c.z}}
     op = define("(Tensor x) -> (Tensor y, Tensor z)", rules=rules)
     assert type(op(X)) is tuple
     assert grad(lambda x: sum(op(x)).sum())(X).tolist() == [5.0, 5.0]

@@ -49,8 +49,8 @@ def test_only_what_is_wanted_is_computed(case, names, device):
     bars = call.outputs()
     # Cotangents of parameters that only other ops of the family have are never wanted.
     arguments = [*case.differentiable, *[""] * (len(bars) - len(case.differentiable))]
-    if "wanted" in call.names:
-        assert list(call.argument("wanted")) == [name in names for name in arguments]
+    if "output_mask" in call.names:
+        assert list(call.argument("output_mask")) == [name in names for name in arguments]
     # Group norm and instance norm give their primitives x in another shape.
     is_same = case.first not in call.names or call.argument(case.first).shape == inputs["x"].shape
     for name, output in zip(arguments, bars, strict=True):
@@ -71,11 +71,11 @@ def test_unwanted_second_order_outputs_are_empty(case, device):
     assert {call.overload for call in calls} - first_order == {primitive.overload for primitive in case.second_order}
     for primitive in case.second_order:
         call = fullest(calls, primitive)
-        if "wanted" not in call.names:
+        if "output_mask" not in call.names:
             continue
-        position = call.names.index("wanted")
+        position = call.names.index("output_mask")
         everything = None
-        masks = itertools.product([True, False], repeat=len(call.argument("wanted")))
+        masks = itertools.product([True, False], repeat=len(call.argument("output_mask")))
         # With many outputs few, or all but few, of them.
         for mask in (mask for mask in masks if len(mask) < 7 or min(sum(mask), len(mask) - sum(mask)) < 3):
             outputs = call.outputs([*call.args[:position], list(mask), *call.args[position + 1 :]])

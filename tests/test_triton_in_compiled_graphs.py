@@ -23,7 +23,7 @@ KERNELS = {
         ["batch_norm_sums_kernel", "batch_norm_statistics_kernel", "batch_norm_transform_kernel"],
         ["batch_norm_sums_kernel", "batch_norm_merge_kernel", "batch_norm_transform_kernel"],
     ],
-    "log_softmax": [["log_softmax_fwd_kernel"], ["log_softmax_pairing_kernel"]],
+    "log_softmax": [["log_softmax_fwd_kernel"], ["log_softmax_double_backward_kernel"]],
     "add_layer_norm": [["add_layer_norm_fwd_kernel"], ["add_layer_norm_bwd_kernel", "add_partial_rows_kernel"]],
     "hessian-vector product": [
         ["layer_norm_fwd_kernel", "layer_norm_bwd_kernel", "layer_norm_second_sums_kernel", "add_partial_rows_kernel"]

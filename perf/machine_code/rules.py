@@ -105,7 +105,7 @@ KNOWN_UNSTAGED = (
         "a step is larger than `sweep_staged_bytes`, or its rows begin anywhere",
     ),
     (
-        r"(softmax_bwd_jvp_kernel softmax|log_softmax_pairing_kernel log_softmax) 16x5000x96 float32 (mask|dou)",
+        r"(softmax_bwd_jvp_kernel |log_softmax_double_backward_kernel log_)softmax 16x5000x96 float32 (mask|dou)",
         "a step of rows that are adjacent, of three tensors or with a mask, is larger than `staged_bytes`",
     ),
     (r"layer_norm_x_bar_kernel group_norm 2x320x64x64 bfloat16 channels_last ", _BY_ADDRESS),

@@ -14,16 +14,16 @@ if TYPE_CHECKING:
     from perf.calls import Call, Step
 
 # Beside the bench's own modes: the vjp of a jvp, the kernels without parameter sums, the double backward of all
-# gradients (a Hessian-vector product in reverse), and the pairing with all that it can be asked for, as derivatives of
-# third order do.
+# gradients (a Hessian-vector product in reverse), and all results of the launcher `double_backward`, which derivatives
+# of third order take.
 NORM_MODES = (*KERNEL_MODES, "backward_of_jvp", "x_only", "gradient_backward", "all_results")
 
-# The requests to the pairing in each mode, each as `(absent tangents, wanted)`. Where the loss follows at once, y_bar
-# depends on nothing.
+# The requests to the launcher `double_backward` in each mode of the bench, as `(absent tangents, output mask)`. Where
+# the loss follows at once, y_bar depends on nothing.
 _PARAM_DOTS = ("weight_dot", "bias_dot")
 _ALL = (True,) * 6
 _OF_BACKWARD = (True, True, True, False, False, False)
-_PAIRINGS = {
+_REQUESTS = {
     "double_backward": [(_PARAM_DOTS, _OF_BACKWARD)],
     "gradient_backward": [((), _OF_BACKWARD), ((), (False, *_OF_BACKWARD[1:]))],
     "backward_of_jvp": [((), (False, *_ALL[1:]))],
@@ -51,15 +51,15 @@ def norm_calls(operands: Any, mode: str, statistics: Sequence[int] | None, *, is
         "hvp": [("bwd_jvp", absent, first) for absent in (("y_bar_dot",), ())],
         "x_only": [
             (f"{prefix}bwd", (), (True, False, False)),
-            *[("pairing", _PARAM_DOTS, (True, True, *(False,) * 4))] * is_rows,
+            *[("double_backward", _PARAM_DOTS, (True, True, *(False,) * 4))] * is_rows,
             ("bwd_jvp", ("weight_dot", *["y_bar_dot"] * (not is_rows)), (True, False, False)),
         ],
         **{
             name: [
-                ("pairing", absent, [want and there for want, there in zip(wanted, results, strict=True)])
-                for absent, wanted in pairings
+                ("double_backward", absent, [want and there for want, there in zip(output_mask, results, strict=True)])
+                for absent, output_mask in requests
             ]
-            for name, pairings in _PAIRINGS.items()
+            for name, requests in _REQUESTS.items()
         },
     }
     if statistics is None:

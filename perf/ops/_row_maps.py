@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from perf.calls import Call, Step
 
 LAYOUTS = ("contiguous", "transposed", "sliced", "expanded")
-# Beside the bench's modes: the pairing with some of its results and with all.
-_WANTED = {
+# Beside the bench's modes: the launcher `double_backward` with some of its results and with all.
+_OUTPUT_MASKS = {
     "double_backward": (True, True, False),
     "backward_of_jvp": (False, True, True),
     "x_only": (True, True, True),
@@ -100,7 +100,7 @@ def row_map(
             "backward": [("bwd", (), None)],
             "jvp": [("fwd_jvp", (), None), ("jvp", (), None)],
             "hvp": [("bwd_jvp", absent, None) for absent in (("y_bar_dot",), ())],
-            **{mode: [("pairing", (), wanted)] for mode, wanted in _WANTED.items()},
+            **{mode: [("double_backward", (), output_mask)] for mode, output_mask in _OUTPUT_MASKS.items()},
         }
         of_call = operands.of(workload, is_drawn)
         if is_drawn:
@@ -110,7 +110,7 @@ def row_map(
 
     value = registered_primitives()[f"primitives::{name}"]
     keeps_x = "x" in registered_primitives()[f"primitives::{name}_bwd"].spec.arguments
-    has_second = f"primitives::{name}_pairing" in registered_primitives()
+    has_second = f"primitives::{name}_double_backward" in registered_primitives()
     modes = KERNEL_MODES if has_second else FIRST_ORDER
     all_shapes = [
         ((13, 31), make_options(dim=0)),
@@ -149,7 +149,7 @@ def row_map(
             (unnamed(name, (16, 21, 64, 64), dim=1, modes=modes), (15, 32)),
         ),
         "calls": calls,
-        "modes": (*modes, *(mode for mode in _WANTED if has_second and mode not in KERNEL_MODES)),
+        "modes": (*modes, *(mode for mode in _OUTPUT_MASKS if has_second and mode not in KERNEL_MODES)),
         "options": lambda workload: {"dim": workload.dim},
         # Of one that keeps y and not x, the cotangent of y goes on to x.
     }

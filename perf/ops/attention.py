@@ -130,13 +130,13 @@ def _torch_attention(x: Tensor, k: Tensor, v: Tensor, bias: Any, **options: Any)
 
 @dataclasses.dataclass(frozen=True)
 class Attention(Operands):
-    """Operands of attention; None for what is absent, and for tangents of the results, which the pairing finds then.
+    """Operands of attention; None for what is absent, and for tangents of the results, which second order then finds.
 
     Of the tangents of results that are there, only the shape matters.
     """
 
     MODULES: ClassVar = ("attention.attention",)
-    RESULTS: ClassVar = {"bwd": 4, "pairing": 10}
+    RESULTS: ClassVar = {"bwd": 4, "double_backward": 10}
 
     q: Tensor
     k: Tensor
@@ -181,14 +181,14 @@ class Attention(Operands):
         # Scores of the size that they have in models: what rounding does to probabilities grows with it.
         return cls(*operands, **{"scale": width**-0.5, **options})
 
-    def call(self, mode: str, wanted: Sequence[bool] | None = None, derived: Mapping[str, Any] | None = None) -> Call:
+    def call(self, mode: str, output_mask: Sequence[bool] | None = None, derived: Mapping | None = None) -> Call:
         """As for all; no kernel has a cotangent of a bias that is absent or broadcast."""
         count = self.RESULTS.get(mode, 0)
         has_bars = self.bias is not None and self.bias.shape == (*self.q.shape[:-1], self.k.shape[-2])
-        of_bias = {"bwd": {3}, "pairing": {5, 9}}.get(mode, set())
-        wanted = (True,) * count if wanted is None else wanted
-        wanted = tuple(want and (has_bars or n not in of_bias) for n, want in enumerate(wanted))
-        return super().call(mode, wanted, derived)
+        of_bias = {"bwd": {3}, "double_backward": {5, 9}}.get(mode, set())
+        output_mask = (True,) * count if output_mask is None else output_mask
+        output_mask = tuple(want and (has_bars or n not in of_bias) for n, want in enumerate(output_mask))
+        return super().call(mode, output_mask, derived)
 
     def choices(self, mode: str) -> Iterator[Call]:
         """As for all; a backward has a cotangent of o or of lse."""
@@ -211,7 +211,7 @@ class Attention(Operands):
 
 # Derivatives of o_bar, lse_bar, then of q, k, v and bias and of their tangents; a bias has none where it is broadcast.
 _OF_PRIMALS, _OF_NONE = (True, True, True, False), (False,) * 4
-_PAIRINGS = {
+_OUTPUT_MASKS = {
     "hvp": (False, False, *_OF_PRIMALS, *_OF_NONE),
     "double_backward": (True, False, *_OF_PRIMALS, *_OF_NONE),
     "backward_of_jvp": (False, False, *_OF_PRIMALS, *_OF_PRIMALS),
@@ -249,7 +249,7 @@ def _calls(workload: Workload, mode: str, is_drawn: bool) -> list[Call]:
         # Where the jvp of the forward is at hand, so is o_dot. Where the loss follows at once, o_bar does not move.
         given = ("o_dot", "lse_dot") if mode == "double_backward" else ()
         moves = {"hvp": (("o_bar_dot",), ()), "all_results": ((),)}.get(mode, (("o_bar_dot",),))
-        steps[mode] = [("pairing", (*given, *absent), _PAIRINGS[mode]) for absent in moves]
+        steps[mode] = [("double_backward", (*given, *absent), _OUTPUT_MASKS[mode]) for absent in moves]
     if is_drawn:
         return operands.steps(steps[mode])
     return operands.steps(steps[mode], {"o": operands.q, "lse": operands.lse_dot})

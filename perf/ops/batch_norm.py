@@ -78,7 +78,7 @@ class BatchNorm(Operands):
     """Operands of batch norm in training and evaluation; None for what is absent."""
 
     MODULES: ClassVar = ("batch_norm.batch_norm",)
-    RESULTS: ClassVar = {"pairing": 6, "eval_bwd": 5}
+    RESULTS: ClassVar = {"double_backward": 6, "eval_bwd": 5}
 
     x: Tensor
     y_bar: Tensor

@@ -86,13 +86,13 @@ def _calls(workload: Workload, mode: str, is_drawn: bool, *, training: bool) -> 
     if is_drawn:
         arrange: Any = lambda value: x.copy_(value).clone()  # noqa: E731 - a layout
         operands, derived = BatchNormRelu.draw(workload.shape, workload.torch_dtype, arrange=arrange), None
-    prefix, params_wanted = ("train_", (True, True)) if training else ("eval_", (True, True, False, False))
+    prefix, of_params = ("train_", (True, True)) if training else ("eval_", (True, True, False, False))
     # Given statistics are constants, as buffers are.
     fixed = ("running_mean_dot", "running_var_dot")
     alone = ("residual", "residual_dot", *fixed)
     steps: dict[str, Sequence[Step]] = {
         "forward": [(f"{prefix}fwd", absent, None) for absent in ((), ("residual",))],
-        "backward": [(f"{prefix}bwd", (), (True, residual, *params_wanted)) for residual in (True, False)],
+        "backward": [(f"{prefix}bwd", (), (True, residual, *of_params)) for residual in (True, False)],
         "jvp": [
             (f"{prefix}{name}", absent, None)
             for name in (("fwd_jvp", "jvp") if training else ("jvp",))

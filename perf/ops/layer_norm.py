@@ -43,7 +43,7 @@ class LayerNorm(Operands):
     """Operands of layer norm; None for an absent parameter and for a tangent that is zero."""
 
     MODULES: ClassVar = ("norms.layer_norm", "norms.layer_norm_second_order")
-    RESULTS: ClassVar = {"pairing": 6}
+    RESULTS: ClassVar = {"double_backward": 6}
 
     x: Tensor
     y_bar: Tensor

@@ -208,7 +208,7 @@ class Op:
     @property
     def second_order(self) -> tuple[Primitive, ...]:
         """Primitives of the derivatives of `bwd` and `jvp`; without any, these are decomposed."""
-        names = [f"primitives::{self.family or self.name}_{suffix}" for suffix in ("pairing", "bwd_jvp")]
+        names = [f"primitives::{self.family or self.name}_{suffix}" for suffix in ("double_backward", "bwd_jvp")]
         return tuple(registered_primitives()[name] for name in names if name in registered_primitives())
 
     def perturbable(self, sample: Sample) -> list[str]:

@@ -55,16 +55,16 @@ class Primitive:
     - `def_kernel(device)(*args) -> outputs`, device `"cuda"` (a Triton kernel, also run by the interpreter) or
       `"cpu"`; `None` for a call that it leaves to the reference
     - `def_fake(*args) -> outputs`, by default the reference on tensors without data
-    - `def_vjp(residuals, cotangents, wanted) -> {argument: cotangent}`
+    - `def_vjp(residuals, cotangents, output_mask) -> {argument: cotangent}`
     - `def_jvp(residuals, tangents) -> tangent of each differentiable output`
     - `def_vmap(batch, primals) -> (outputs, output axes)`, by default a loop over the samples
     - `def_autocast(device)(primals) -> primals`
 
-    `residuals`, `cotangents`, `tangents`, `wanted` and `primals` are namedtuples whose fields are names of the
-    schema; `tangents` and `wanted` have those of the arguments that are tensors, or lists of them. A tensor that is
-    absent, a tangent of something unperturbed and a cotangent of something unused are all `None`; a vjp rule leaves
-    out (or maps to `None`) what is not `wanted`. Rules call primitives or plain torch, so that they can be
-    differentiated and batched.
+    `residuals`, `cotangents`, `tangents`, `output_mask` and `primals` are namedtuples whose fields are names of the
+    schema; `tangents` and `output_mask` have those of the arguments that are tensors, or lists of them. A tensor that
+    is absent, a tangent of something unperturbed and a cotangent of something unused are all `None`; a vjp rule leaves
+    out (or maps to `None`) what `output_mask` does not ask for. Rules call primitives or plain torch, so that they can
+    be differentiated and batched.
 
     Args:
         name: Operator name; the operator is `torch.ops.<namespace>.<name>`.
@@ -193,7 +193,7 @@ class Primitive:
         return self._define("fake", rule)
 
     def def_vjp(self, rule: _Rule) -> _Rule:
-        """Define the reverse-mode rule: `(residuals, cotangents, wanted) -> {argument name: cotangent}`."""
+        """Define the reverse-mode rule: `(residuals, cotangents, output_mask) -> {argument name: cotangent}`."""
         return self._define("vjp", rule)
 
     def def_jvp(self, rule: _Rule) -> _Rule:

@@ -113,7 +113,7 @@ class RuleTable:
         self.cpu, self.cuda = (_runner(spec, table) for table in self.implementations.values())
         self._tensor_names = frozenset(spec.tensors)
         self._get_differentiable = tuple_getter([spec.outputs.index(name) for name in spec.differentiable_outputs])
-        self._wanted = tuple_maker(namedtuple("Wanted", spec.tensors))
+        self._output_mask = tuple_maker(namedtuple("OutputMask", spec.tensors))
         self._cotangents = tuple_maker(namedtuple("Cotangents", spec.differentiable_outputs))
         self._choose_implementations()
 
@@ -190,14 +190,14 @@ class RuleTable:
                 "register_decomposition."
             ) from error
 
-    def decomposed_vjp(self, residuals: Any, cotangents: Any, wanted: Any) -> dict[str, Any]:
+    def decomposed_vjp(self, residuals: Any, cotangents: Any, output_mask: Any) -> dict[str, Any]:
         """The vjp rule of an operator that has none: that of its decomposition."""
         spec, decomposition = self.spec, self.require_decomposition("vjp")
         args = {name: getattr(residuals, name) for name in spec.arguments}
         # A pullback may run after its level has ended: what it saved is wrapped for one that another level takes.
         flat, lengths = flatten([args[name] for name in spec.tensors], spec.list_tensors)
         tensors = [_alive(x) for x in flat]
-        mask = wanted._replace(**dict.fromkeys(spec.cached, False))
+        mask = output_mask._replace(**dict.fromkeys(spec.cached, False))
         active = [i for i, want in enumerate(flatten(mask, spec.list_tensors)[0]) if want]
         places = range(len(cotangents[0])) if spec.returns_list else map(spec.outputs.index, cotangents._fields)
         by_place = zip(places, cotangents[0] if spec.returns_list else cotangents, strict=True)
@@ -218,18 +218,18 @@ class RuleTable:
             result[i] = cotangent
         return dict(zip(spec.tensors, regroup(result, lengths), strict=True))
 
-    def flat_vjp(self, residuals: Any, cotangents: Sequence[Any], lengths: Any, wanted: Any) -> list[Any]:
+    def flat_vjp(self, residuals: Any, cotangents: Sequence[Any], lengths: Any, output_mask: Any) -> list[Any]:
         """Apply the vjp rule to flat cotangents and flags; one cotangent per tensor, lists taken apart."""
-        return self.apply_flat(self.given["vjp"], residuals, cotangents, lengths, wanted)
+        return self.apply_flat(self.given["vjp"], residuals, cotangents, lengths, output_mask)
 
     def apply_flat(
-        self, rule: Callable[..., Any], residuals: Any, cotangents: Sequence[Any], lengths: Any, wanted: Any
+        self, rule: Callable[..., Any], residuals: Any, cotangents: Sequence[Any], lengths: Any, output_mask: Any
     ) -> list[Any]:
         """`flat_vjp` with a rule that is given."""
         spec = self.spec
         given = [list(cotangents)] if spec.returns_list else self._get_differentiable(cotangents)
-        wanted = wanted if lengths is None else regroup(wanted, lengths)
-        result = rule(residuals, self._cotangents(given), self._wanted(wanted))
+        output_mask = output_mask if lengths is None else regroup(output_mask, lengths)
+        result = rule(residuals, self._cotangents(given), self._output_mask(output_mask))
         if type(result) is not dict or not self._tensor_names.issuperset(result):
             is_dict = isinstance(result, dict)
             raise (ValueError if is_dict else TypeError)(

@@ -130,7 +130,7 @@ FAMILIES: dict[str, Callable[[dict[str, Any]], _Family] | None] = {
 
 def axes_of_call(spec: Spec, args: Sequence[Any]) -> Axes | None:
     """The axes of a call of an operator; None for an operator that must stay whole (dropout, random bits)."""
-    family = FAMILIES.get(re.sub("(_pairing)?(_bwd|_fwd)?(_jvp)?$", "", spec.name))
+    family = FAMILIES.get(re.sub("(_double_backward)?(_bwd|_fwd)?(_jvp)?$", "", spec.name))
     given = dict(zip(spec.arguments, args, strict=True))
     if family is None:
         return None
@@ -154,7 +154,7 @@ def axes_of_call(spec: Spec, args: Sequence[Any]) -> Axes | None:
 def _of_output(
     name: str, place: int, family: _Family, given: dict[str, Any], inputs: dict[str, tuple[str | None, ...]]
 ) -> tuple[str | None, ...] | None:
-    if "wanted" in given and not given["wanted"][place]:
+    if "output_mask" in given and not given["output_mask"][place]:
         return None
     if (name == "mean" and not given.get("centered", True)) or (name.startswith("new_") and given[name[4:]] is None):
         return None

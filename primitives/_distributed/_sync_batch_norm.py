@@ -73,7 +73,7 @@ def _all_reduce_reference(x: Tensor, group: str) -> Tensor:
 
 
 @all_reduce_p.def_vjp
-def _all_reduce_vjp(residuals: Any, cotangents: Any, wanted: Any) -> dict[str, Tensor]:
+def _all_reduce_vjp(residuals: Any, cotangents: Any, output_mask: Any) -> dict[str, Tensor]:
     return {"x": all_reduce_p(cotangents.total, residuals.group)}
 
 
@@ -125,8 +125,8 @@ sync_batch_norm_p.rules.define("composition", _sync_batch_norm_reference)
 
 def _sums(v: Tensor, r: Any) -> tuple[Tensor, Tensor]:
     """`s(v)` and `t(v)`, in the dtype of sums."""
-    wanted = (False, True, True, False, False)
-    _, t, s, _, _ = batch_norm_eval_bwd_p(v, r.x, None, r.mean, r.var, r.batch_ndim, r.eps, wanted)
+    output_mask = (False, True, True, False, False)
+    _, t, s, _, _ = batch_norm_eval_bwd_p(v, r.x, None, r.mean, r.var, r.batch_ndim, r.eps, output_mask)
     return s, t
 
 
@@ -136,13 +136,13 @@ def _over_processes(sums: list[Tensor], r: Any) -> list[Tensor]:
 
 
 @sync_batch_norm_p.def_vjp
-def _sync_batch_norm_vjp(residuals: Any, cotangents: Any, wanted: Any) -> dict[str, Tensor]:
+def _sync_batch_norm_vjp(residuals: Any, cotangents: Any, output_mask: Any) -> dict[str, Tensor]:
     r, c, out = residuals, cotangents, {}
     sums: list[Tensor] = []
     if c.y is not None:
         # Autograd casts to the dtypes of the parameters.
         out["bias"], out["weight"] = sums = [*_sums(c.y, r)]
-    if wanted.x:
+    if output_mask.x:
         bars = []
         if c.mean is not None or c.var is not None:
             bars = [torch.zeros_like(r.mean) if bar is None else bar for bar in (c.mean, c.var)]
@@ -154,7 +154,7 @@ def _sync_batch_norm_vjp(residuals: Any, cotangents: Any, wanted: Any) -> dict[s
             # 2 * (x - mean) = 2 / rstd * x_hat
             dots[0], dots[1] = twice_std * totals[-1], totals[-2]
         out["x"] = batch_norm_eval_jvp_p(r.x, r.weight, r.mean, r.var, c.y, *dots, r.batch_ndim, r.eps)
-    return {name: bar for name, bar in out.items() if getattr(wanted, name)}
+    return {name: bar for name, bar in out.items() if getattr(output_mask, name)}
 
 
 @sync_batch_norm_p.def_jvp

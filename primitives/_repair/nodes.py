@@ -68,7 +68,7 @@ def _backward_of(name: str) -> Callable[..., Any]:
 
 
 def _unmasked(bars: Sequence[Any], mask: Sequence[bool]) -> tuple[Any, ...]:
-    return tuple(bar if wanted else None for bar, wanted in zip(bars, mask, strict=True))
+    return tuple(bar if want else None for bar, want in zip(bars, mask, strict=True))
 
 
 def _are_of_one_dtype(x: Tensor, *others: Tensor | None) -> bool:
@@ -81,11 +81,11 @@ def _layer_norm(*args: Any) -> Any:
     if not (x.numel() > 0 and are_unwatched((x, rstd)) and _are_of_one_dtype(x, y_bar, mean, weight, bias)):
         return decomposition_table[aten.native_layer_norm_backward.default](*args)
     rows = x.shape[: x.dim() - len(shape)]
-    wanted = (mask[0], mask[1] and weight is not None, mask[2] and bias is not None)
+    mask = (mask[0], mask[1] and weight is not None, mask[2] and bias is not None)
     statistics = mean.reshape(rows), rstd.reshape(rows)
     eps = _eps(x, rstd, list(range(-len(shape), 0)))
-    bars = _backward_of("layer_norm")(y_bar.contiguous(), x, weight, *statistics, len(shape), 0, eps, True, 0, wanted)
-    return _unmasked(bars, wanted)
+    bars = _backward_of("layer_norm")(y_bar.contiguous(), x, weight, *statistics, len(shape), 0, eps, True, 0, mask)
+    return _unmasked(bars, mask)
 
 
 def _eps(x: Tensor, rstd: Tensor, axes: list[int]) -> float:

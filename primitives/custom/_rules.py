@@ -256,7 +256,7 @@ class Rules(RuleTable):
             f'Register {rules}, or create the operator with differentiate="reference" to differentiate its reference.'
         )
 
-    def flat_vjp(self, residuals: Any, cotangents: Sequence[Any], lengths: Any, wanted: Any) -> list[Any]:
+    def flat_vjp(self, residuals: Any, cotangents: Sequence[Any], lengths: Any, output_mask: Any) -> list[Any]:
         """The cotangents of the tensors of a call, from those of the results, by def_backward."""
         structure, saved, input_metas, output_metas = residuals
         results = structure.results
@@ -270,7 +270,7 @@ class Rules(RuleTable):
                 for i, (cotangent, meta) in enumerate(zip(cotangents, output_metas, strict=False))
             ]
         rule = self.users["def_backward"]
-        found = rule.function(BackwardContext(structure, wanted), saved, *results.entries(cotangents))
+        found = rule.function(BackwardContext(structure, output_mask), saved, *results.entries(cotangents))
         return self._flat_cotangents(rule, structure, found, input_metas)
 
     def _flat_cotangents(self, rule: UserRule, structure: Structure, result: Any, metas: Sequence[tuple]) -> list:

@@ -62,11 +62,11 @@ def check_signature(kind: str, function: Callable[..., Any], signature: Signatur
 class BackwardContext:
     """The context of a backward rule, beside the saved tree."""
 
-    __slots__ = ("_structure", "_wanted")
+    __slots__ = ("_output_mask", "_structure")
 
-    def __init__(self, structure: Structure, wanted: Sequence[bool]) -> None:
+    def __init__(self, structure: Structure, output_mask: Sequence[bool]) -> None:
         self._structure = structure
-        self._wanted = wanted
+        self._output_mask = output_mask
 
     @property
     def needs_input_grad(self) -> Any:
@@ -74,7 +74,7 @@ class BackwardContext:
 
         The others' cotangents may be `None`.
         """
-        return self._structure.masks(self._wanted)
+        return self._structure.masks(self._output_mask)
 
     @property
     def static(self) -> Any:

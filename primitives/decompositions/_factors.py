@@ -128,7 +128,7 @@ def _by_gaps(x: Tensor, w: Tensor) -> Tensor:
 
 
 @eigh_p.def_vjp
-def _eigh_vjp(residuals: Any, cotangents: Any, wanted: Any) -> dict[str, Tensor | None]:
+def _eigh_vjp(residuals: Any, cotangents: Any, output_mask: Any) -> dict[str, Tensor | None]:
     w, V = residuals.w, residuals.V  # noqa: N806 - ATen's name
     terms = []
     if cotangents.w is not None:

@@ -62,14 +62,14 @@ def _grouped_mm_reference(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
 
 
 @grouped_mm_p.def_vjp
-def _grouped_mm_vjp(residuals: Any, cotangents: Any, wanted: Any) -> dict[str, Tensor | None]:
+def _grouped_mm_vjp(residuals: Any, cotangents: Any, output_mask: Any) -> dict[str, Tensor | None]:
     (a, b, offs), y_bar = residuals[:3], cotangents.y
     bars: dict[str, Tensor | None] = {}
-    if wanted.a and b.dim() == 3:
+    if output_mask.a and b.dim() == 3:
         bars["a"] = grouped_mm_p(y_bar, b.transpose(1, 2), offs)
-    elif wanted.a:
+    elif output_mask.a:
         bars["a"] = grouped_mm_p(b, y_bar.transpose(1, 2), offs).t()
-    if wanted.b:
+    if output_mask.b:
         bars["b"] = grouped_mm_p(a.t(), y_bar, offs)
     return bars
 

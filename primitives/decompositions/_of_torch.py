@@ -129,9 +129,9 @@ def _slope_y(x: Tensor, y: Tensor) -> Tensor:
 
 
 @pow_p.def_vjp
-def _pow_vjp(residuals: Any, cotangents: Any, wanted: Any) -> dict[str, Tensor]:
+def _pow_vjp(residuals: Any, cotangents: Any, output_mask: Any) -> dict[str, Tensor]:
     slopes = {"x": _slope_x, "y": _slope_y}
-    return {name: cotangents.z * slope(*residuals).conj() for name, slope in slopes.items() if getattr(wanted, name)}
+    return {name: cotangents.z * rule(*residuals).conj() for name, rule in slopes.items() if getattr(output_mask, name)}
 
 
 @pow_p.def_jvp

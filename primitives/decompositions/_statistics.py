@@ -18,7 +18,7 @@ constant_p = Primitive(
     "constant", "(Tensor x) -> Tensor value", state=("value",), namespace="primitives_decompositions"
 )
 constant_p.def_reference(lambda x: x.clone())
-constant_p.def_vjp(lambda residuals, cotangents, wanted: {})
+constant_p.def_vjp(lambda residuals, cotangents, output_mask: {})
 constant_p.def_jvp(lambda residuals, tangents: ())
 constant_p.def_vmap(lambda batch, primals: (constant_p(primals.x), batch.axes.x))
 

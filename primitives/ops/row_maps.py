@@ -54,7 +54,7 @@ class RowMap:
 
     Attributes:
         ops: The primitives by what follows the name of `value` in theirs: `fwd` the value itself, `bwd`, `jvp`,
-            `fwd_jvp` and, of second order, `pairing` and `bwd_jvp`. The launchers are named so.
+            `fwd_jvp` and, of second order, `double_backward` and `bwd_jvp`. The launchers are named so.
     """
 
     def __init__(
@@ -86,8 +86,8 @@ class RowMap:
             self._define_first_order()
         if second_order is not None:
             bars = f"(Tensor y_bar_bar, Tensor {'output' if kept == 'y' else 'x'}_bar, Tensor x_dot_bar)"
-            schema = f"(Tensor y_bar, {tensors}, Tensor x_dot, {options}, bool[] wanted) -> {bars}"
-            self._make("pairing", schema, self._run_pairing)
+            schema = f"(Tensor y_bar, {tensors}, Tensor x_dot, {options}, bool[] output_mask) -> {bars}"
+            self._make("double_backward", schema, self._run_double_backward)
             dots = f"Tensor? y_bar_dot, Tensor? {kept}_dot"
             schema = f"(Tensor y_bar, {tensors}, {dots}, {of_vjp}) -> Tensor x_bar_dot"
             self._make("bwd_jvp", schema, self._run_bwd_jvp)
@@ -127,12 +127,12 @@ class RowMap:
     def _run_jvp(self, by: _Formulas, given: dict[str, Any]) -> Tensor:
         return self._run(by.jvp, given, "x_dot", self._kept).to(given[self._kept].dtype)
 
-    def _run_pairing(self, by: _Formulas, given: dict[str, Any]) -> tuple[Tensor, ...]:
+    def _run_double_backward(self, by: _Formulas, given: dict[str, Any]) -> tuple[Tensor, ...]:
         k = self._kept
         formulas = (by.jvp, "x_dot", k), (by.along_k, "y_bar", k, "x_dot"), (by.bwd, "y_bar", k)
         return tuple(
             self._run(formula, given, *names).to(given[like].dtype) if want else empty_output(given[k])
-            for like, (formula, *names), want in zip(("y_bar", k, "x_dot"), formulas, given["wanted"], strict=True)
+            for like, (formula, *names), want in zip(("y_bar", k, "x_dot"), formulas, given["output_mask"], strict=True)
         )
 
     def _run_bwd_jvp(self, by: _Formulas, given: dict[str, Any]) -> Tensor:
@@ -149,12 +149,12 @@ class RowMap:
         value, bwd, jvp = self.ops["fwd"], self.ops["bwd"], self.ops["jvp"]
         for_jvp = attrgetter(*self._of_k, *self._options)
         for_bwd = attrgetter(*self._of_k, *self._options, *self._dtype)
-        value.def_vjp(lambda residuals, cotangents, wanted: {"x": bwd(cotangents.y, *for_bwd(residuals))})
+        value.def_vjp(lambda residuals, cotangents, output_mask: {"x": bwd(cotangents.y, *for_bwd(residuals))})
         value.def_jvp(lambda residuals, tangents: jvp(tangents.x, *for_jvp(residuals)))
 
     def _define_second_order(self, *, is_symmetric: bool) -> None:
         bwd, jvp, bwd_jvp = self.ops["bwd"], self.ops["jvp"], self.ops["bwd_jvp"]
-        second_order(bwd, jvp, bwd_jvp, self.ops["pairing"])
+        second_order(bwd, jvp, bwd_jvp, self.ops["double_backward"])
         if is_symmetric:
             # It is linear in x_dot, as the backward is in y_bar.
             jvp.def_jvp(

@@ -53,9 +53,9 @@ def weight_beside(bias: Tensor | None, weight: Tensor | None, x: Tensor) -> Tens
     return weight
 
 
-def of_wanted(cotangents: Sequence[Tensor | None], wanted: Sequence[bool]) -> list[Tensor | None]:
+def computed(cotangents: Sequence[Tensor | None], output_mask: Sequence[bool]) -> list[Tensor | None]:
     """The cotangents of the outputs that were computed: those of stand-ins (`empty_output`) mean nothing."""
-    return [bar if want else None for bar, want in zip(cotangents, wanted, strict=True)]
+    return [bar if want else None for bar, want in zip(cotangents, output_mask, strict=True)]
 
 
 def masked(x: Tensor, mask: Tensor | None, scale: float) -> Tensor:
@@ -148,8 +148,8 @@ def first_order(value: Primitive, bwd: Primitive, jvp: Primitive) -> None:
     for_bwd, mask_of = attrgetter(*kept), attrgetter(*perturbable)
 
     @value.def_vjp
-    def value_vjp(residuals: Any, cotangents: Any, wanted: Any) -> dict[str, Tensor | None]:
-        mask = mask_of(wanted)
+    def value_vjp(residuals: Any, cotangents: Any, output_mask: Any) -> dict[str, Tensor | None]:
+        mask = mask_of(output_mask)
         out = bwd(*[getattr(cotangents, name) for name in bars], *for_bwd(residuals), mask)
         return dict(compress(zip(perturbable, out, strict=True), mask))
 
@@ -167,23 +167,23 @@ def first_order(value: Primitive, bwd: Primitive, jvp: Primitive) -> None:
         return jvp(*first(residuals), *dots, *last(residuals))
 
 
-def called(op: Callable[..., Any], residuals: Any, wanted: Sequence[bool] | None = None, **given: Any) -> Any:
+def called(op: Callable[..., Any], residuals: Any, output_mask: Sequence[bool] | None = None, **given: Any) -> Any:
     """A primitive of what is given by name, else of residuals; what neither has is absent.
 
-    A function gets `wanted`, and a function from names to these values.
+    A function gets `output_mask`, and a function from names to these values.
     """
 
     def value(name: str) -> Any:
         return given[name] if name in given else getattr(residuals, name, None)
 
     if not isinstance(op, Primitive):
-        return op(wanted, value)
+        return op(output_mask, value)
     args = [value(name) for name in op.spec.arguments]
-    return op(*args) if wanted is None else op(*args[:-1], wanted)
+    return op(*args) if output_mask is None else op(*args[:-1], output_mask)
 
 
 def second_order(
-    bwd: Primitive, jvp: Primitive, bwd_jvp: Callable[..., Any] | None, pairing: Primitive | None = None
+    bwd: Primitive, jvp: Primitive, bwd_jvp: Callable[..., Any] | None, double_backward: Primitive | None = None
 ) -> None:
     """Give the first-order operators of a function their rules.
 
@@ -199,37 +199,37 @@ def second_order(
         jvp: The jvp.
         bwd_jvp: The tangents of the results of `bwd`: a primitive, or a function as `called` takes it.
             None where you give `bwd` its jvp rule.
-        pairing: All derivatives of L, where one operator makes them; without it the three others do.
+        double_backward: All derivatives of L, where one operator makes them; without it the three others do.
     """
     bars = [name for name in bwd.spec.arguments if name.endswith("_bar")]
     primals = [bar.removesuffix("_bar") for bar in bwd.spec.outputs]
     dots = [f"{name}_dot" for name in primals]
-    of_pairing = [] if pairing is None else [bar.removesuffix("_bar") for bar in pairing.spec.outputs]
+    every_bar = () if double_backward is None else double_backward.spec.outputs
     # A map that keeps its result y is differentiated in y as if it were an argument.
-    of_pairing = ["y" if name == "output" else name for name in of_pairing]
+    every = ["y" if bar == "output_bar" else bar.removesuffix("_bar") for bar in every_bar]
 
-    def gradient(residuals: Any, wanted: Any, given: dict[str, Any]) -> dict[str, Tensor]:
+    def gradient(residuals: Any, output_mask: Any, given: dict[str, Any]) -> dict[str, Tensor]:
         def asked(op: Callable[..., Any], names: Sequence[str], *, takes_mask: bool = True) -> dict[str, Tensor]:
-            mask = tuple([getattr(wanted, name, False) for name in names])
+            mask = tuple([getattr(output_mask, name, False) for name in names])
             if not any(mask):
                 return {}
             out = called(op, residuals, mask if takes_mask else None, **given)
             return dict(compress(zip(names, out if isinstance(out, tuple) else (out,), strict=True), mask))
 
-        if pairing is not None:
-            return asked(pairing, of_pairing)
+        if double_backward is not None:
+            return asked(double_backward, every)
         in_primals = {} if bwd_jvp is None else asked(bwd_jvp, primals)
         return asked(jvp, bars, takes_mask=False) | asked(bwd, dots) | in_primals
 
     @bwd.def_vjp
-    def bwd_vjp(residuals: Any, cotangents: Any, wanted: Any) -> dict[str, Tensor]:
-        tangents = of_wanted(cotangents, getattr(residuals, "wanted", [True]))
-        return gradient(residuals, wanted, dict(zip(dots, tangents, strict=True)))
+    def bwd_vjp(residuals: Any, cotangents: Any, output_mask: Any) -> dict[str, Tensor]:
+        tangents = computed(cotangents, getattr(residuals, "output_mask", [True]))
+        return gradient(residuals, output_mask, dict(zip(dots, tangents, strict=True)))
 
     @jvp.def_vjp
-    def jvp_vjp(residuals: Any, cotangents: Any, wanted: Any) -> dict[str, Tensor]:
+    def jvp_vjp(residuals: Any, cotangents: Any, output_mask: Any) -> dict[str, Tensor]:
         names = [dot.removesuffix("_dot") for dot in jvp.spec.outputs]
-        return gradient(residuals, wanted, {f"{name}_bar": getattr(cotangents, f"{name}_dot") for name in names})
+        return gradient(residuals, output_mask, {f"{name}_bar": getattr(cotangents, f"{name}_dot") for name in names})
 
     if bwd_jvp is None:
         return
@@ -237,8 +237,8 @@ def second_order(
     @bwd.def_jvp
     def bwd_tangents(residuals: Any, tangents: Any) -> Any:
         # Where only a statistic has a tangent, which is none, the operator returns zeros.
-        wanted = getattr(residuals, "wanted", None)
-        return called(bwd_jvp, residuals, wanted, **{f"{name}_dot": dot for name, dot in tangents._asdict().items()})
+        given = {f"{name}_dot": dot for name, dot in tangents._asdict().items()}
+        return called(bwd_jvp, residuals, getattr(residuals, "output_mask", None), **given)
 
 
 # Batching.
@@ -255,8 +255,8 @@ def fold_batch(batch: BatchInfo, primals: Any, names: Sequence[str]) -> Any:
 
 def output_axes(op: Primitive, primals: Any) -> Any:
     """The batch comes first in every output; a stand-in for an unwanted one has none."""
-    if "wanted" in primals._fields:
-        return tuple(0 if want else None for want in primals.wanted)
+    if "output_mask" in primals._fields:
+        return tuple(0 if want else None for want in primals.output_mask)
     # The mean of a norm that is not centered is such a stand-in.
     has_mean = getattr(primals, "centered", True)
     axes = tuple(0 if has_mean or name != "mean" else None for name in op.spec.outputs)
@@ -295,8 +295,8 @@ def batch_rows(*ops: Primitive) -> None:
             batch: BatchInfo, primals: Any, op: Primitive = op, params: Any = params, rows: Any = rows, sums: Any = sums
         ) -> tuple[Any, Any]:
             names, axes = rows, output_axes(op, primals)
-            has_noise = getattr(primals, "seed", None) is not None
-            if has_noise or primals.batch_ndim or batch.is_batched(*params) or any(primals.wanted[i] for i in sums):
+            is_apart = getattr(primals, "seed", None) is not None or any(primals.output_mask[i] for i in sums)
+            if is_apart or primals.batch_ndim or batch.is_batched(*params):
                 names, primals = [*rows, *params], primals._replace(batch_ndim=primals.batch_ndim + 1)
             return op(*fold_batch(batch, primals, names)), axes
 

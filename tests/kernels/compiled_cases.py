@@ -40,7 +40,7 @@ def in_groups(num_rows: int) -> None:
     # Columns that are a multiple of 8 alone: whether the distance of two groups is one of 16 depends on the rows.
     rows = LayerNorm.draw((3, num_rows, 200), torch.bfloat16, batch_ndim=1)
     images = BatchNorm.draw((3, num_rows, 16, 4, 4), torch.bfloat16, batch_ndim=1)
-    for call in (*rows.calls(), *images.calls("train_fwd", "train_bwd", "pairing")):
+    for call in (*rows.calls(), *images.calls("train_fwd", "train_bwd", "double_backward")):
         call.results()
 
 

@@ -36,7 +36,7 @@ WIDTHS = [(1, 80), (8, 40), (40, 1), (64, 72), (72, 64), (80, 8), (128, 256), (2
 def test_widths(width, value_width):
     dtype = torch.float16 if width > value_width else torch.float32
     heads = Attention.draw((1, 2, 5, width), 18, dtype, 1, value_width, scale=width**-0.5, causal=value_width == 72)
-    for call in heads.calls("fwd", "pairing"):
+    for call in heads.calls("fwd", "double_backward"):
         check_values(call)
 
 
@@ -64,7 +64,8 @@ def test_tangents_lie_otherwise_than_what_they_are_tangents_of(layout):
     heads = Attention.draw((2, 2, 3, 8), 18)
     bias, bias_dot = random(2, 2, 18, 3).transpose(-2, -1), random(2, 2, 3, 18, seed=8)
     before = k.clone()
-    for call in heads.change(k=k, k_dot=random(*k.shape, seed=7), bias=bias, bias_dot=bias_dot).calls("jvp", "pairing"):
+    heads = heads.change(k=k, k_dot=random(*k.shape, seed=7), bias=bias, bias_dot=bias_dot)
+    for call in heads.calls("jvp", "double_backward"):
         check_values(call)
     assert torch.equal(k, before)
 
@@ -91,7 +92,7 @@ def test_scores_out_of_range_and_rows_that_see_no_key(dtype, low):
         o, lse = check_values(operands.call("fwd"))
         assert (o[lse == -INF] == 0).all()
         # Of such scores the last digits are rounded off, and with them those of all that follows.
-        for call in operands.calls("jvp", "pairing"):
+        for call in operands.calls("jvp", "double_backward"):
             assert all(result.isfinite().all() for result in call.results())
 
 

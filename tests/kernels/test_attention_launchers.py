@@ -42,7 +42,7 @@ ATTENTION = {
     "causal": (lambda: Attention.draw((1, 2, 37, 16), 18, torch.float64, 1, causal=True), ()),
     "few rows": (lambda: Attention.draw((1, 2, 5, 16), 37, torch.float16, 1, causal=True), ()),
     "broadcast": (lambda: broadcast(torch.float32), ()),
-    "biased": (lambda: biased(torch.float64), ("bwd", "pairing")),
+    "biased": (lambda: biased(torch.float64), ("bwd", "double_backward")),
 }
 
 
@@ -54,7 +54,7 @@ def test_attention(case, use_limits):
         check(call)
 
 
-@pytest.mark.parametrize("mode", ["jvp", "bwd", "pairing"])
+@pytest.mark.parametrize("mode", ["jvp", "bwd", "double_backward"])
 def test_attention_with_any_operands_absent(mode):
     """All that there can be, of which some is there; the first row sees no key."""
     bias, bias_dot = (random(1, 2, 3, 5, seed=seed) for seed in range(2))
@@ -75,12 +75,12 @@ MATMULS: dict[str, tuple[int, str, tuple[bool, ...] | None, tuple[str, ...]]] = 
     "backward": (7, "bwd", OF_RESULTS, ()),
     "backward to the queries": (3, "bwd", (True, False, False, False), ()),
     "backward of lse": (4, "bwd", OF_RESULTS, ("o_bar",)),
-    "backward of o and o_dot": (21, "pairing", (False, False, *OF_RESULTS, *OF_RESULTS), ()),
-    "double backward": (20, "pairing", (True, False, *OF_RESULTS, *NO_BARS), ("o_bar_dot", "o_dot", "lse_dot")),
-    "forward over reverse": (23, "pairing", (False, False, *OF_RESULTS, *NO_BARS), ("o_dot", "lse_dot")),
-    "forward over reverse with o_dot": (18, "pairing", (False, False, *OF_RESULTS, *NO_BARS), ()),
+    "backward of o and o_dot": (21, "double_backward", (False, False, *OF_RESULTS, *OF_RESULTS), ()),
+    "double backward": (20, "double_backward", (True, False, *OF_RESULTS, *NO_BARS), ("o_bar_dot", "o_dot", "lse_dot")),
+    "forward over reverse": (23, "double_backward", (False, False, *OF_RESULTS, *NO_BARS), ("o_dot", "lse_dot")),
+    "forward over reverse with o_dot": (18, "double_backward", (False, False, *OF_RESULTS, *NO_BARS), ()),
     "forward over reverse along the queries": (
-        *(13, "pairing", (False, False, *OF_RESULTS, *NO_BARS)),
+        *(13, "double_backward", (False, False, *OF_RESULTS, *NO_BARS)),
         ("k_dot", "v_dot", "o_bar_dot", "o_dot", "lse_dot"),
     ),
 }
@@ -95,10 +95,10 @@ def check_matmuls(call: Call, number: int) -> None:
 
 @pytest.mark.parametrize("mode", MATMULS)
 def test_products_of_matrices_of_a_tile(mode):
-    number, launcher, wanted, absent = MATMULS[mode]
+    number, launcher, output_mask, absent = MATMULS[mode]
     tile = Attention.draw((1, 1, 16, 16), 16)
     given = {"o_dot": tile.o_bar, "lse_dot": tile.lse_bar, **dict.fromkeys(absent)}
-    call = tile.change(**given).call(launcher, wanted)
+    call = tile.change(**given).call(launcher, output_mask)
     check_matmuls(call, number)
 
 

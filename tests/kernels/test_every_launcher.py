@@ -248,7 +248,7 @@ def test_batch_norm_relu(layout, use_processors):
 def test_norms_read_what_is_wanted(operands, use_processors):
     use_processors(1)
     operands = operands.here()
-    for mode, count in (("bwd", 3), ("train_bwd", 3), ("eval_bwd", 5), ("pairing", 6)):
+    for mode, count in (("bwd", 3), ("train_bwd", 3), ("eval_bwd", 5), ("double_backward", 6)):
         for number in range(count + 1) if mode in operands.modes() else ():
             check(operands.call(mode, tuple(number == other for other in range(count))), in_any_order=False)
 
@@ -302,7 +302,7 @@ def test_row_maps(kind, splits, adjacent, layout, use_limits):
     # The wanted results decide alike in every layout what is read, and how often.
     if layout == "strided" and splits < 2:
         others = (
-            *(rows.call("pairing", wanted) for wanted in pairwise(3)[1:-1]),
+            *(rows.call("double_backward", output_mask) for output_mask in pairwise(3)[1:-1]),
             *(rows.change(**{name: None}).call("bwd_jvp") for name in DOTS),
         )
         for call in others:
@@ -328,7 +328,7 @@ def test_softmax(splits, adjacent, use_limits):
     calls = [*rows.calls(), others[0].call("fwd"), others[1].call("fwd_jvp")]
     if splits < 2:
         calls += [
-            *(rows.call("pairing", wanted) for wanted in pairwise(3)[1:-1]),
+            *(rows.call("double_backward", output_mask) for output_mask in pairwise(3)[1:-1]),
             *(rows.change(**{name: None}).call("bwd_jvp") for name in DOTS),
         ]
     for call in calls:

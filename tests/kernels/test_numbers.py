@@ -86,7 +86,7 @@ def test_large_means_of_cotangent_and_tangent_cost_no_digits_of_their_product(pl
     # Constants do not matter to the derivative for x; without them, autograd does not lose digits either.
     rows = rows.change(y_bar=moved.y_bar - 1e4, x_dot=moved.x_dot - 1e4)
     # A rounding error of 2**-53 of 1e4 is allowed, one of 2**-53 of the product of two such means (1e-8) is not.
-    results = [each.call("pairing").results()[1] for each in (moved, rows)]
+    results = [each.call("double_backward").results()[1] for each in (moved, rows)]
     torch.testing.assert_close(*results, rtol=0.0, atol=2e-11)
 
 
@@ -94,7 +94,7 @@ def test_idle_lanes_of_huge_constant_rows(plan):
     # mean * rstd overflows, and 21 columns leave idle lanes, where x_hat must not become infinite.
     zero = LayerNorm.draw((1, 21)).change(x=torch.zeros(1, 21))
     huge = zero.change(x=torch.full((1, 21), 2.0**126))
-    for mode in ("jvp", "bwd", "pairing", "bwd_jvp"):
+    for mode in ("jvp", "bwd", "double_backward", "bwd_jvp"):
         for result, plain in zip(huge.call(mode).results(), zero.call(mode).results(), strict=True):
             torch.testing.assert_close(result, plain, rtol=1e-5, atol=1e-5)
 
@@ -192,7 +192,7 @@ def test_one_element_per_channel():
 
 def test_infinite_operands_without_a_factor_do_not_spread():
     images = BatchNorm.draw((4, 3, 5)).change(x_dot=None, weight_dot=None, y_bar=torch.full((4, 3, 5), INF))
-    y_bar_bar, x_bar, *_ = images.call("pairing", (True, True, False, False, False, False)).results()
+    y_bar_bar, x_bar, *_ = images.call("double_backward", (True, True, False, False, False, False)).results()
     assert torch.equal(x_bar, torch.zeros(4, 3, 5))
     assert torch.equal(y_bar_bar, images.bias_dot.view(3, 1).expand(4, 3, 5))
     assert images.call("bwd_jvp").results()[1].isfinite().all()
@@ -244,7 +244,7 @@ def test_infinities_and_nans_of_log_softmax_as_in_the_formula(dim):
     if dim == 0:
         fields = {name: value.T.contiguous() for name, value in vars(rows).items() if hasattr(value, "T")}
         rows = rows.change(**fields, dim=0)
-    for call in rows.calls("pairing", "bwd_jvp"):
+    for call in rows.calls("double_backward", "bwd_jvp"):
         check_values(call)
 
 
@@ -254,7 +254,7 @@ def test_classes_of_probability_zero(dim):
     y = torch.log_softmax(x, 1).float()
     y = y if dim == 1 else y.T.contiguous()
     rows, zero = LogSoftmax.draw(y.shape, dim).change(y=y), y == -INF
-    y_bar_bar, output_bar, x_dot_bar = check_values(rows.call("pairing"))
+    y_bar_bar, output_bar, x_dot_bar = check_values(rows.call("double_backward"))
     assert (output_bar[zero] == 0).all()
     assert torch.equal(x_dot_bar[zero], rows.y_bar[zero])
     assert y_bar_bar.isfinite().all()
@@ -290,7 +290,7 @@ def test_the_second_sweep_of_rows_goes_back(plan, mode, use_limits):
 @pytest.mark.usefixtures("interpreter")
 # Three or four programs for each of two processors run at once.
 @pytest.mark.parametrize(
-    "mode, is_last, resident", [("train_fwd", False, 6), ("train_bwd", True, 6), ("pairing", False, 8)]
+    "mode, is_last, resident", [("train_fwd", False, 6), ("train_bwd", True, 6), ("double_backward", False, 8)]
 )
 def test_transform_of_images_begins_in_the_cache(mode, is_last, resident, use_limits, use_processors):
     """It reads first the third that the reduction before it, whose programs run in waves, has read last."""

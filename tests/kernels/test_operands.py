@@ -57,7 +57,7 @@ def test_what_is_given_and_wanted(operands, plan, use_limits):
 
 
 def test_nothing_wanted_launches_nothing():
-    call = LogSoftmax.draw((2, 5), 1).call("pairing", (False,) * 3)
+    call = LogSoftmax.draw((2, 5), 1).call("double_backward", (False,) * 3)
     assert not launched_by(lambda: check_values(call), observe)
 
 
@@ -88,7 +88,7 @@ def test_mixed_dtypes_of_log_softmax(dtypes, dim, plan, use_limits):
     rows = LogSoftmax.draw((3, 33) if dim else (33, 3), dim, DOUBLE)
     names = dict(zip(("y_bar", "y", "x", "y_bar_dot", "y_dot", "x_dot"), dtypes * 2, strict=True))
     rows = rows.change(**{name: getattr(rows, name).to(dtype) for name, dtype in names.items()})
-    for call in (rows.call("pairing"), rows.call("pairing", (True, True, False)), rows.call("bwd_jvp")):
+    for call in (rows.call("double_backward"), rows.call("double_backward", (True, True, False)), rows.call("bwd_jvp")):
         check_values(call)
 
 
@@ -153,7 +153,7 @@ def test_layouts_of_images(layout):
     assert (readable(x, 0) is x) == is_readable
     # Evaluation has the transforms of training.
     turn = list(IMAGES).index(layout)
-    check_layout(BatchNorm.draw(x.shape), view, turn, ("train_fwd", "train_bwd", "pairing", "bwd_jvp"))
+    check_layout(BatchNorm.draw(x.shape), view, turn, ("train_fwd", "train_bwd", "double_backward", "bwd_jvp"))
 
 
 # Leading dims with parameters of their own, and operands that are one for all of them, or lie elsewhere.
@@ -188,7 +188,7 @@ def test_groups_that_lie_elsewhere():
 def test_more_segments_than_sums_over_rows_take(monkeypatch):
     monkeypatch.setattr(_launch, "LAYER_NORM_MAX_SEGMENTS", 2)
     rows = LayerNorm.draw((3, 3, 10)).change(x=random(3, 5, 10)[:, 1:4])
-    for call in rows.calls("bwd", "pairing", "bwd_jvp"):
+    for call in rows.calls("bwd", "double_backward", "bwd_jvp"):
         check_values(call)
 
 
@@ -245,7 +245,7 @@ def test_offsets_of_images_past_two_to_the_31(far, monkeypatch):
     names = ("x", "y_bar", "x_dot", "y_bar_dot")
     images = images.change(**{name: far_apart(getattr(images, name), strides) for name in names})
     assert readable(images.x, 1) is images.x
-    for call in images.calls("train_bwd", "eval_jvp", "pairing", "bwd_jvp"):
+    for call in images.calls("train_bwd", "eval_jvp", "double_backward", "bwd_jvp"):
         check_values(call)
     # Results are dense and so cannot be far apart within the memory of a test; these are made to be.
     for call in images.calls("train_fwd", "eval_fwd"):

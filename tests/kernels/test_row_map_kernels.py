@@ -41,7 +41,7 @@ def fwd_emit(x, p, r, s, mask, num_cols: tl.constexpr):
 
 
 @triton.jit
-def pairing_terms(x, p, r, mask):
+def double_backward_terms(x, p, r, mask):
     a, b, c = nothing(), nothing(), nothing()
     if x[0].type.is_block():
         a = x[1] * x[0]
@@ -58,7 +58,7 @@ def _along_x(x, s, norm):
 
 
 @triton.jit
-def pairing_emit(x, p, r, s, mask, num_cols: tl.constexpr):
+def double_backward_emit(x, p, r, s, mask, num_cols: tl.constexpr):
     y_bar_bar, x_bar, x_dot_bar = nothing(), nothing(), nothing()
     if s[1].type.is_block():
         y_bar_bar = _map(x[2], x[1], s[1], r[0])
@@ -93,7 +93,7 @@ KERNELS = RowMapKernels(
     "unit",
     globals(),
     "x",
-    pairing=(
+    double_backward=(
         Part((1,), ("x", "x_dot"), ("x", "x_dot")),
         Part((0, 1, 2), _EVERY, _EVERY),
         Part((0,), ("x", "y_bar"), ("x", "y_bar")),
@@ -102,7 +102,7 @@ KERNELS = RowMapKernels(
     numbers=("norm",),
     forward=(Part((0,), ("x",), ("x",)), Part((0, 1), ("x", "x_dot"), ("x", "x_dot"))),
 )
-JVP, _, PAIRING, BWD_JVP, FWD, FWD_JVP = KERNELS.launchers()
+JVP, _, DOUBLE_BACKWARD, BWD_JVP, FWD, FWD_JVP = KERNELS.launchers()
 
 
 # Rows past the end have a norm of 0, and are not stored.
@@ -114,10 +114,10 @@ def test_every_result_is_that_of_the_formulas(plan, shape, dim, use_limits):
     use_limits(**ROW_PLANS[plan])
     x, y_bar, x_dot, y_bar_dot = (random(*shape, dtype=torch.float64, seed=seed) for seed in range(4))
     norm = x.norm(dim=dim)
-    for wanted in set(itertools.product((False, True), repeat=3)) - {(False,) * 3}:
-        found = PAIRING(y_bar, x, norm, x_dot, dim, wanted)
-        for got, true in zip(found, UNIT.ops["pairing"](y_bar, x, norm, x_dot, dim, wanted), strict=True):
-            assert_close(got, true, what=str(wanted))
+    for output_mask in set(itertools.product((False, True), repeat=3)) - {(False,) * 3}:
+        found = DOUBLE_BACKWARD(y_bar, x, norm, x_dot, dim, output_mask)
+        for got, true in zip(found, UNIT.ops["double_backward"](y_bar, x, norm, x_dot, dim, output_mask), strict=True):
+            assert_close(got, true, what=str(output_mask))
     for dots in ((y_bar_dot, None), (None, x_dot), (y_bar_dot, x_dot)):
         got = BWD_JVP(y_bar, x, norm, *dots, dim)
         assert_close(got, UNIT.ops["bwd_jvp"](y_bar, x, norm, *dots, dim))

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["attention_bwd", "attention_fwd", "attention_jvp", "attention_pairing"]
+__all__ = ["attention_bwd", "attention_double_backward", "attention_fwd", "attention_jvp"]
 
 MAX_ALIGN = 16
 # Widths whose tiles fit into the shared memory of a processor: 256, of float64 128.
@@ -219,17 +219,17 @@ def attention_bwd(
     o_bar: Tensor | None, lse_bar: Tensor | None,
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, o: Tensor, lse: Tensor,
     mask: Tensor | None, seed: Tensor | None, offset: Tensor | None, scale: float, causal: bool, dropout_p: float,
-    wanted: Sequence[bool],
+    output_mask: Sequence[bool],
 ) -> tuple[Tensor, ...] | None:  # fmt: skip
     """Cotangents of q, k, v and bias.
 
     None where that of a bias is wanted which is broadcast, since no kernel sums over pairs.
     """
-    if not _is_served(q, v) or (wanted[3] and not _is_full(bias, q, k)):
+    if not _is_served(q, v) or (output_mask[3] and not _is_full(bias, q, k)):
         return None
     problem = _Problem(q, k, v, bias, mask, seed, offset, scale, causal, dropout_p)
-    flags = (False, False, False, False, *wanted)
-    scratch = problem.scratch(g=any(wanted))
+    flags = (False, False, False, False, *output_mask)
+    scratch = problem.scratch(g=any(output_mask))
     return _sweeps(problem, (o_bar, lse_bar, None, None), o, lse, None, None, bias, flags, scratch)[4:]
 
 
@@ -240,7 +240,7 @@ def _is_full(bias: Any, q: Tensor, k: Tensor) -> bool:
 
 def _sweeps(
     problem: _Problem, bars: Sequence[Tensor | None], o: Tensor, lse: Tensor, o_dot: Tensor | None,
-    lse_dot: Tensor | None, bias: Tensor | None, wanted: Sequence[bool], scratch: Mapping[str, Tensor],
+    lse_dot: Tensor | None, bias: Tensor | None, output_mask: Sequence[bool], scratch: Mapping[str, Tensor],
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Both sweeps: cotangents of q, k, v and bias, and of their tangents, those that are wanted."""
     q, k, v = problem.tensors[:3]
@@ -251,13 +251,13 @@ def _sweeps(
         # Tiles that a causal problem passes over stay unwritten.
         return (x.new_zeros if problem.constants["CAUSAL"] else x.new_empty)(x.shape)
 
-    made: list[Any] = [new(x) if want else None for x, want in zip([q, k, v, bias] * 2, wanted, strict=True)]
+    made: list[Any] = [new(x) if want else None for x, want in zip([q, k, v, bias] * 2, output_mask, strict=True)]
     q_bar, k_bar, v_bar, bias_bar, q_dot_bar, k_dot_bar, v_dot_bar, bias_dot_bar = made
     of_keys = [k_bar, v_bar, k_dot_bar, v_dot_bar]
     if problem.is_empty:
         for x in made:
             _ = x if x is None else x.zero_()
-    elif any(wanted):
+    elif any(output_mask):
         o_bar, o_bar_dot, of_o, of_o_dot = (_as_made(x) for x in (bars[0], bars[2], o, o_dot))
         lse_bar, lse_bar_dot, of_lse, of_lse_dot = (_dense(x) for x in (bars[1], bars[3], lse, lse_dot))
         has_w = any(x is not None for x in (q_bar, k_bar, bias_bar))
@@ -273,30 +273,31 @@ def _sweeps(
 
 
 @tunable
-def attention_pairing(
+def attention_double_backward(
     o_bar: Tensor | None, lse_bar: Tensor | None, o_bar_dot: Tensor | None, lse_bar_dot: Tensor | None,
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, o: Tensor, lse: Tensor,
     q_dot: Tensor | None, k_dot: Tensor | None, v_dot: Tensor | None, bias_dot: Tensor | None,
     o_dot: Tensor | None, lse_dot: Tensor | None,
     mask: Tensor | None, seed: Tensor | None, offset: Tensor | None, scale: float, causal: bool, dropout_p: float,
-    wanted: Sequence[bool],
+    output_mask: Sequence[bool],
 ) -> tuple[Tensor, ...] | None:  # fmt: skip
     """Derivatives of `<o_bar, o_dot> + <lse_bar, lse_dot> + <o_bar_dot, o> + <lse_bar_dot, lse>`; or None, as above.
 
-    O_dot and lse_dot, which belong to the tangents, are None where they are to be computed. `wanted` names the
+    O_dot and lse_dot, which belong to the tangents, are None where they are to be computed. `output_mask` names the
     derivatives in o_bar, lse_bar, q, k, v, bias, q_dot, k_dot, v_dot and bias_dot.
     """
-    if not _is_served(q, v) or ((wanted[5] or wanted[9]) and not _is_full(bias, q, k)):
+    if not _is_served(q, v) or ((output_mask[5] or output_mask[9]) and not _is_full(bias, q, k)):
         return None
     dots = (q_dot, k_dot, v_dot, bias_dot)
     problem = _Problem(q, k, v, bias, mask, seed, offset, scale, causal, dropout_p, dots)
     is_missing = (o_dot is None or lse_dot is None) and any(x is not None for x in dots)
-    finds, sweeps = wanted[0] or wanted[1] or (is_missing and any(wanted)), any(wanted[2:])
-    hidden = {"lse_dot": finds and not wanted[1], "o_dot": finds and not wanted[0]}
+    finds, sweeps = output_mask[0] or output_mask[1] or (is_missing and any(output_mask)), any(output_mask[2:])
+    hidden = {"lse_dot": finds and not output_mask[1], "o_dot": finds and not output_mask[0]}
     scratch = problem.scratch(g=sweeps, w=sweeps, **hidden)
     if finds:
         o_dot, lse_dot = _jvp(problem, o, lse, scratch.get("o_dot"), scratch.get("lse_dot"))
     bars = (o_bar, lse_bar, o_bar_dot, lse_bar_dot)
-    derivatives = _sweeps(problem, bars, o, lse, o_dot, lse_dot, bias, wanted[2:], scratch)
-    first = (x if want and x is not None else q.new_empty(0) for x, want in zip((o_dot, lse_dot), wanted, strict=False))
+    derivatives = _sweeps(problem, bars, o, lse, o_dot, lse_dot, bias, output_mask[2:], scratch)
+    made = zip((o_dot, lse_dot), output_mask, strict=False)
+    first = (x if want and x is not None else q.new_empty(0) for x, want in made)
     return *first, *derivatives

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..rows.tiles import either, in_places, sums_of, wanted_of
+from ..rows.tiles import either, in_places, selected, sums_of
 from ..runtime.kernel import batch_independent_jit
 from ..runtime.numbers import float64_of_bits, store_cast
 from ._channels import divide, load_channels, load_rstd, reciprocal_root
@@ -24,7 +24,7 @@ def load_parts(
 
     Partial results past the end are 0, and their mean is too.
     """
-    NUM_SUMS: tl.constexpr = len(wanted_of((0, 0, 0, 0, 0, 0, 0, 0, 0, 0), SUMS))
+    NUM_SUMS: tl.constexpr = len(selected((0, 0, 0, 0, 0, 0, 0, 0, 0, 0), SUMS))
     rows = (tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS))[:, None]
     splits = tl.arange(0, BLOCK_SPLITS)[None, :]
     row_mask = rows < num_rows
@@ -61,11 +61,11 @@ def batch_norm_statistics_kernel(
     # Sums about the first partial mean keep the digits that a large common offset would take.
     first_mean = tl.load(partials_ptr + (rows * len(parts) + len(parts) - 2) * num_splits, mask=row_mask, other=0.0)
     total = tl.zeros([BLOCK_ROWS, 1], acc_dtype) + tl.cast(count, acc_dtype)
-    sums = sums_of(wanted_of((counts * (means - first_mean), x_dots), HAS_X_DOT * 2 + 1), 2)
+    sums = sums_of(selected((counts * (means - first_mean), x_dots), HAS_X_DOT * 2 + 1), 2)
     mean = first_mean + divide(sums[0], total)
     centered = means - mean
     squares = square_sums + counts * centered * centered
-    moments = sums_of(wanted_of((squares, products + x_dots * centered), HAS_X_DOT * 2 + 1), 2)
+    moments = sums_of(selected((squares, products + x_dots * centered), HAS_X_DOT * 2 + 1), 2)
     rstd = reciprocal_root(divide(moments[0], total) + EPS)
     tl.store(mean_ptr + rows, mean, mask=row_mask)
     tl.store(rstd_ptr + rows, rstd, mask=row_mask)

@@ -67,8 +67,8 @@ def derivatives(
     """
     dtypes = (dtype, dtype, params.mean.dtype, params.scale_statistic.dtype, dtype, dtype)
     bars = [
-        new_channels(x, batch_ndim, kind or x.dtype) if wanted else None
-        for wanted, kind in zip(want[_BARS], dtypes, strict=True)
+        new_channels(x, batch_ndim, kind or x.dtype) if is_asked else None
+        for is_asked, kind in zip(want[_BARS], dtypes, strict=True)
     ]
     outputs, summed, masked = [None] * 4, None, new_output(x, batch_ndim) if want.residual_bar else None
     if x.numel() == 0:
@@ -85,7 +85,7 @@ def derivatives(
             to_sum = to_sum._replace(y_bar=operands.y_bar)
         if to_sum.present() or any(want[_BARS]):
             follows, has_means = any(want[:4]), any(want[:4]) and eps is None
-            flags = {"means_wanted": has_means, "read_again": follows and masked is None, "x_read_again": has_means}
+            flags = {"with_means": has_means, "read_again": follows and masked is None, "x_read_again": has_means}
             gate = None if to_sum.y_bar is None else relu.y
             summed = sums(x, to_sum, params.mean, batch_ndim, relu=gate, masked=masked, **flags)
             if has_means or any(want[_BARS]):
@@ -111,11 +111,11 @@ def forward(
     else:
         mean, rstd = (new_channels(x, batch_ndim, acc_dtype) for _ in range(2))
         updated = [None if old is None else new_channels(x, batch_ndim, old.dtype) for old in running]
-        operands, wanted = Operands(x=x, x_dot=x_dot).readable(batch_ndim), (True, has_tangent, False, False)
-        summed = sums(x, operands, None, batch_ndim, means_wanted=x_dot is not None, read_again=True)
+        operands, output_mask = Operands(x=x, x_dot=x_dot).readable(batch_ndim), (True, has_tangent, False, False)
+        summed = sums(x, operands, None, batch_ndim, with_means=x_dot is not None, read_again=True)
         merge_statistics(summed, (mean, rstd, *updated), running, batch_ndim, momentum, eps)
         given, relu = Params(mean, rstd, *params), relu.beside(x, batch_ndim)
-        y, y_dot, _, _ = transform(x, operands, given, wanted, batch_ndim, summed=summed, relu=relu)
+        y, y_dot, _, _ = transform(x, operands, given, output_mask, batch_ndim, summed=summed, relu=relu)
     y, new_mean, new_var, y_dot = (x.new_empty(0) if out is None else out for out in (y, *updated, y_dot))
     return y, mean, rstd, new_mean, new_var, y_dot
 
@@ -154,12 +154,12 @@ def _transformed(operands: Operands, params: Params, want: Results, statistics_g
 
 
 def sums(
-    x: Tensor, operands: Operands, mean: Tensor | None, batch_ndim: int, *, means_wanted: bool, read_again: bool,
+    x: Tensor, operands: Operands, mean: Tensor | None, batch_ndim: int, *, with_means: bool, read_again: bool,
     x_read_again: bool = True, relu: Tensor | None = None, masked: Tensor | None = None,
 ) -> Sums:  # fmt: skip
     """Sum non-empty `operands` like `x` that have a channel view, as `batch_norm_sums_kernel` does.
 
-    Without a mean it is for the statistics. `means_wanted` says whether a transform takes the means of the sums, the
+    Without a mean it is for the statistics. `with_means` says whether a transform takes the means of the sums, the
     others whether it reads the operands, and x, again. `relu` masks y_bar, and `masked` is filled with what is left.
     """
     tensors = operands.present() or [readable(x, batch_ndim)]
@@ -168,11 +168,11 @@ def sums(
     sizes = (view.sizes, view.spatial_inner, view.align, itemsize)
     plan = plan_channel_sums(*sizes, x.device, len(tensors) + (relu is not None), mean is None)
     merge = plan_channel_merge(view.num_channels, plan.most_splits, x.device)
-    wanted = operands.sums(mean is None)
+    bits = operands.sums(mean is None)
     # The means come first: where the rest starts then does not change with the number of parts, and with it the
     # alignment that Triton compiles for.
-    shapes = [_NUM_MEANS * view.num_channels] if means_wanted else []
-    shapes.append(wanted.bit_count() * view.num_channels * plan.num_splits)
+    shapes = [_NUM_MEANS * view.num_channels] if with_means else []
+    shapes.append(bits.bit_count() * view.num_channels * plan.num_splits)
     *means, partials = split_scratch(x, *shapes, dtype=accumulation_dtype(x.dtype))
     mean, mean_stride = param_view(mean, batch_ndim)
     if any(operand is not None for operand in operands):
@@ -189,7 +189,7 @@ def sums(
                 REPEATS=plan.repeats,
                 RUN=plan.run,
                 NUM_STAGES=plan.num_stages,
-                SUMS=wanted,
+                SUMS=bits,
                 READ_AGAIN=read_again,
                 X_READ_AGAIN=x_read_again,
                 **_tile_options(view, plan),
@@ -201,7 +201,7 @@ def sums(
         (view.num_channels, plan.num_splits, view.num_reduced),
         (cdiv(view.num_channels, merge.block_channels),),
         {
-            "SUMS": wanted,
+            "SUMS": bits,
             "NUM_CHANNELS": view.sizes[2],
             "BLOCK_ROWS": merge.block_channels,
             "BLOCK_SPLITS": merge.block_splits,
@@ -241,7 +241,7 @@ def merge_sums(
 
 
 def transform(
-    x: Tensor, operands: Operands, params: Params, wanted: Sequence[bool], batch_ndim: int, *,
+    x: Tensor, operands: Operands, params: Params, output_mask: Sequence[bool], batch_ndim: int, *,
     eps: float | None = None, summed: Sums | None = None, relu: Relu = _NO_RELU,
 ) -> list[Tensor | None]:  # fmt: skip
     """The wanted ones of y, y_dot, x_bar and x_bar_dot (see `batch_norm_transform_kernel`), in dtype and layout of `x`.
@@ -249,7 +249,7 @@ def transform(
     Operands are what has a factor in one of them, and tensors of `relu` lie as these. Statistics that are given come
     with an `eps`, others with sums, but where there is nothing to sum.
     """
-    outputs = [new_output(x, batch_ndim) if want else None for want in wanted]
+    outputs = [new_output(x, batch_ndim) if want else None for want in output_mask]
     if x.numel() == 0:
         return outputs
     out = next(output for output in outputs if output is not None)
@@ -257,7 +257,7 @@ def transform(
     mean, scale_statistic, statistic_stride = param_pair_view(params.mean, params.scale_statistic, batch_ndim)
     mean_dot, var_dot, statistic_dot_stride = param_pair_view(params.mean_dot, params.var_dot, batch_ndim)
     views = [param_view(param, batch_ndim) for param in params[2:6]]
-    count = len(operands.present()) + len(relu.present()) + sum(wanted)
+    count = len(operands.present()) + len(relu.present()) + sum(output_mask)
     plan = plan_channel_transform(view.sizes, view.spatial_inner, view.align, x.element_size(), x.device, count)
     reduced = plan if summed is None else summed.plan
     # A small tensor fills no wave.

@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..rows.tiles import in_places, nothing, rounded, sums_of, wanted_of
+from ..rows.tiles import in_places, nothing, rounded, selected, sums_of
 from ..runtime.kernel import batch_independent_jit
 from ._channels import (
     channels_of,
@@ -79,10 +79,10 @@ def add_operands(sums, tiles, center, row_mask, SUMS: tl.constexpr, FOLD: tl.con
         # Absent values are loaded as 0, and stay 0. Each thread has few rows, and an element takes one operation.
         c = x - row_mask[:, None].to(x.dtype) * center[None, :]
     products = (y_bar, y_bar * c, x_dot, x_dot * c, y_bar * x_dot, y_bar_dot, y_bar_dot * c, c, c * c)
-    wanted = wanted_of(products, SUMS)
+    taken = selected(products, SUMS)
     found = ()
     for i in tl.static_range(len(sums)):
-        found = found + (fold(sums[i], wanted[i], FOLD),)
+        found = found + (fold(sums[i], taken[i], FOLD),)
     return found
 
 
@@ -188,7 +188,7 @@ def batch_norm_sums_kernel(
         square_sums = tl.where(square_sums < 0.0, 0.0, square_sums)
         if x_dot_ptr is not None:
             products -= s[2] * shift
-    found = wanted_of((s[0], s[1], s[2], products, s[4], s[5], s[6], counts, means, square_sums), SUMS)
+    found = selected((s[0], s[1], s[2], products, s[4], s[5], s[6], counts, means, square_sums), SUMS)
     rows = (group * NUM_CHANNELS + channels)[:, None]
     for i in tl.static_range(len(found)):
         tl.store(partials_ptr + (rows * len(found) + i) * num_splits + split, found[i], mask=channel_mask[:, None])

@@ -6,7 +6,7 @@ with y, what came out of the ReLU; the cotangent of the residual follows that of
 
 Tensors may have any strides, and mix float16, bfloat16, float32 and float64. Results of full size have dtype and layout
 of `x`, the others are `[*batch, C]`, cotangents of parameters in the dtype of the weight, or without one in that of `x`
-or of sums; those that are not `wanted` are empty, and only what the others take is read. One kernel reads each operand
+or of sums; what `output_mask` leaves out is empty, and only what the others take is read. One kernel reads each operand
 once and sums, one merges the sums into coefficients and results per channel, one reads each operand once more and
 writes. With u~ for an operand minus its mean, A = mean(x_dot * x_hat), B = mean(y_bar * x_hat), D = mean(y_bar_dot *
 x_hat) and S = mean(y_bar * P(x_dot)) = rstd * (mean(y_bar~ * x_dot~) - A * B), the derivatives are
@@ -38,10 +38,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "batch_norm_bwd_jvp",
+    "batch_norm_double_backward",
     "batch_norm_eval_bwd",
     "batch_norm_eval_fwd",
     "batch_norm_eval_jvp",
-    "batch_norm_pairing",
     "batch_norm_train_bwd",
     "batch_norm_train_fwd",
     "batch_norm_train_fwd_jvp",
@@ -78,19 +78,19 @@ def batch_norm_train_fwd_jvp(
 @tunable
 def batch_norm_train_bwd(
     y_bar: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor,
-    batch_ndim: int, wanted: Sequence[bool], y: Tensor | None = None,
+    batch_ndim: int, output_mask: Sequence[bool], y: Tensor | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Cotangents of `x`, weight and bias for batch norm with the statistics of `x`."""
-    return _cotangents(("weight_bar", "bias_bar"), y_bar, x, Params(mean, rstd, weight), batch_ndim, wanted, y)
+    return _cotangents(("weight_bar", "bias_bar"), y_bar, x, Params(mean, rstd, weight), batch_ndim, output_mask, y)
 
 
 def _cotangents(
-    per_channel: Sequence[str], y_bar: Tensor, x: Tensor, params: Params, batch_ndim: int, wanted: Sequence[bool],
+    per_channel: Sequence[str], y_bar: Tensor, x: Tensor, params: Params, batch_ndim: int, output_mask: Sequence[bool],
     y: Tensor | None, eps: float | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Cotangents of `x`, of a residual where there is a ReLU, and these."""
     names = ("x_bar", *["residual_bar"] * (y is not None), *per_channel)
-    want = Results(**dict(zip(names, wanted, strict=True)))
+    want = Results(**dict(zip(names, output_mask, strict=True)))
     dtype = accumulation_dtype(x.dtype) if params.weight is None else params.weight.dtype
     out = derivatives(x, Operands(y_bar, x), params, want, batch_ndim, dtype, eps, Relu(y))
     return tuple([getattr(out, name) for name in names])
@@ -120,11 +120,11 @@ def batch_norm_eval_fwd(
 @tunable
 def batch_norm_eval_bwd(
     y_bar: Tensor, x: Tensor, weight: Tensor | None, running_mean: Tensor, running_var: Tensor,
-    batch_ndim: int, eps: float, wanted: Sequence[bool], y: Tensor | None = None,
+    batch_ndim: int, eps: float, output_mask: Sequence[bool], y: Tensor | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Cotangents of x, weight, bias, mean and variance for batch norm with given statistics."""
     names, params = ("weight_bar", "bias_bar", "mean_bar", "var_bar"), Params(running_mean, running_var, weight)
-    return _cotangents(names, y_bar, x, params, batch_ndim, wanted, y, eps)
+    return _cotangents(names, y_bar, x, params, batch_ndim, output_mask, y, eps)
 
 
 @tunable
@@ -141,13 +141,13 @@ def batch_norm_eval_jvp(
 
 
 @tunable
-def batch_norm_pairing(
+def batch_norm_double_backward(
     y_bar: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor,
     x_dot: Tensor | None, weight_dot: Tensor | None, bias_dot: Tensor | None,
-    batch_ndim: int, wanted: Sequence[bool],
+    batch_ndim: int, output_mask: Sequence[bool],
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Gradient of `<y_bar, y_dot>` of batch norm in training; zeros where that does not depend on an argument."""
-    y_bar_bar, x_bar, weight_bar, x_dot_bar, weight_dot_bar, bias_dot_bar = wanted
+    y_bar_bar, x_bar, weight_bar, x_dot_bar, weight_dot_bar, bias_dot_bar = output_mask
     # The pairing is linear in y_bar and in the tangents: its gradients there are the jvp and the vjp.
     want = Results(
         y_dot=y_bar_bar,
@@ -166,10 +166,10 @@ def batch_norm_pairing(
 def batch_norm_bwd_jvp(
     y_bar: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor,
     y_bar_dot: Tensor | None, x_dot: Tensor | None, weight_dot: Tensor | None,
-    batch_ndim: int, wanted: Sequence[bool],
+    batch_ndim: int, output_mask: Sequence[bool],
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Tangents `(x_bar_dot, weight_bar_dot, bias_bar_dot)` of the cotangents that `batch_norm_train_bwd` computes."""
-    x_bar_dot, weight_bar_dot, bias_bar_dot = wanted
+    x_bar_dot, weight_bar_dot, bias_bar_dot = output_mask
     want = Results(x_bar_dot=x_bar_dot, weight_bar_dot=weight_bar_dot, bias_bar_dot=bias_bar_dot)
     params, dtype = Params(mean, rstd, weight, None, weight_dot), (x if weight is None else weight).dtype
     out = derivatives(x, Operands(y_bar, x, x_dot, y_bar_dot), params, want, batch_ndim, dtype)

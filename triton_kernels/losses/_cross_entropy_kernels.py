@@ -73,14 +73,14 @@ def _plain_tiles(x, target, x_dot, target_dot, keep, share):
 
 
 @triton.jit
-def _fwd_stats(x, p, r, mask, num_cols: tl.constexpr, WANTED: tl.constexpr):
+def _fwd_stats(x, p, r, mask, num_cols: tl.constexpr, SUM_MASK: tl.constexpr):
     top = tl.max(x[0], axis=1)[:, None]
     weights = exponential(x[0] - top)
     tiles = (weights,)
     if x[2].type.is_block():
         tiles = tiles + (weights * x[2],)
     tiles = tiles + _plain_tiles(tl.where(mask, x[0], 0.0), x[1], x[2], x[3], r[5], r[6])
-    return in_places((top,) + sums_of(tiles, 2), _PLACES, WANTED)
+    return in_places((top,) + sums_of(tiles, 2), _PLACES, SUM_MASK)
 
 
 @triton.jit
@@ -94,13 +94,13 @@ def _fwd_fold(state, x, p, r, anchor, mask):
 
 @triton.jit
 def _fwd_merge(
-    state, anchor, sizes, num_cols: tl.constexpr, WANTED: tl.constexpr, LEVEL: tl.constexpr, LAST: tl.constexpr
+    state, anchor, sizes, num_cols: tl.constexpr, SUM_MASK: tl.constexpr, LEVEL: tl.constexpr, LAST: tl.constexpr
 ):
-    RELATIVE: tl.constexpr = 1 + ((WANTED >> 2) & 1)
+    RELATIVE: tl.constexpr = 1 + ((SUM_MASK >> 2) & 1)
     top, tiles = merged_exponentials(state, RELATIVE)
     for i in tl.static_range(1 + RELATIVE, len(state)):
         tiles = tiles + (state[i],)
-    return in_places((top,) + sums_of(tiles, 2), _PLACES, WANTED)
+    return in_places((top,) + sums_of(tiles, 2), _PLACES, SUM_MASK)
 
 
 @triton.jit

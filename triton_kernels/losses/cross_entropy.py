@@ -60,18 +60,18 @@ def _launch_sums(
     has_x_dot, has_target_dot = "x_dot" in present, "target_dot" in present
     has_t = label is None or smoothing != 0.0
     has_dot, has_target = has_target_dot or (has_t and has_x_dot), label is None
-    wanted = 3 + 4 * has_x_dot + 8 * has_t + 16 * has_dot + 32 * has_target + 64 * has_target_dot
+    bits = 3 + 4 * has_x_dot + 8 * has_t + 16 * has_dot + 32 * has_target + 64 * has_target_dot
     launch_map(
         cross_entropy_sums_kernel,
         inputs,
         {},
         dim,
-        RowSums(7, present, wanted),
+        RowSums(7, present, bits),
         writes=(),
         statistics={"label": label},
         row_outputs={name: results.get(name) for name in _ROW_RESULTS},
         picks=() if label is None else present,
-        EPS=wanted,
+        EPS=bits,
         **_numbers(x, dim, smoothing),
     )
     return [*results.values()]
@@ -113,13 +113,13 @@ def _launch_gradient(
         target_bar = torch.empty(x.shape, dtype=target.dtype, device=x.device)
     terms = ("target", "x_dot", "target_dot")
     summed = [name for name in terms if inputs[name] is not None]
-    wanted = sum(1 << place for place, name in enumerate(terms) if name in summed)
+    bits = sum(1 << place for place, name in enumerate(terms) if name in summed)
     launch_map(
         cross_entropy_gradient_kernel,
         inputs,
         {"x_bar": x_bar, "target_bar": target_bar},
         dim,
-        RowSums(3, ["x", *summed] if summed else (), wanted),
+        RowSums(3, ["x", *summed] if summed else (), bits),
         statistics={"label": label, "lse": lse, **bars},
         num_results=3 if len(summed) == 3 else 1 + (x_dot is not None),
         **_numbers(x, dim, smoothing),
@@ -130,22 +130,22 @@ def _launch_gradient(
 @tunable
 def cross_entropy_bwd(
     loss_bar: Tensor | None, lse_bar: Tensor | None, x: Tensor, target: Tensor, lse: Tensor,
-    dim: int, smoothing: float, wanted: Sequence[bool],
+    dim: int, smoothing: float, output_mask: Sequence[bool],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Cotangents of `x` and `target` by those of the results of `cross_entropy_fwd`, of which None is zero.
 
     They have the shapes and dtypes of the arguments; one that is not wanted is empty, as that of labels always is.
     """
     bars = {"u": None, "v": None, "u_dot": loss_bar, "v_dot": lse_bar}
-    return _launch_gradient(x, target, lse, None, None, dim, smoothing, bars, wanted)
+    return _launch_gradient(x, target, lse, None, None, dim, smoothing, bars, output_mask)
 
 
 @tunable
 def cross_entropy_bwd_jvp(
     loss_bar: Tensor | None, lse_bar: Tensor | None, x: Tensor, target: Tensor, lse: Tensor,
     loss_bar_dot: Tensor | None, lse_bar_dot: Tensor | None, x_dot: Tensor | None, target_dot: Tensor | None,
-    dim: int, smoothing: float, wanted: Sequence[bool],
+    dim: int, smoothing: float, output_mask: Sequence[bool],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The tangents of the results of `cross_entropy_bwd`, for those of its arguments; None for zero."""
     bars = {"u": loss_bar, "v": lse_bar, "u_dot": loss_bar_dot, "v_dot": lse_bar_dot}
-    return _launch_gradient(x, target, lse, x_dot, target_dot, dim, smoothing, bars, wanted)
+    return _launch_gradient(x, target, lse, x_dot, target_dot, dim, smoothing, bars, output_mask)

@@ -202,7 +202,7 @@ class Backward(NamedTuple):
 
 def backward(
     kernels: Backward, norm: Norm, full_size: Tensors, params: Tensors, statistics: tuple[Tensor, Tensor],
-    outputs: Tensors, wanted: Sequence[bool], silu: bool = False,
+    outputs: Tensors, output_mask: Sequence[bool], silu: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Fill the outputs, cotangents of rows, and return those of weight and bias, empty where they are not wanted.
 
@@ -213,15 +213,15 @@ def backward(
     assert x is not None and y_bar is not None  # noqa: S101, PT018 - for the type
     weight, want_rows = params["weight"], any(output is not None for output in outputs.values())
     param_dtype = accumulation_dtype(x.dtype) if weight is None else weight.dtype
-    bars = [x.new_empty(norm.param_shape(x), dtype=param_dtype) if want else None for want in wanted]
+    bars = [x.new_empty(norm.param_shape(x), dtype=param_dtype) if want else None for want in output_mask]
     weight_bar, bias_bar = (x.new_empty(0) if bar is None else bar for bar in bars)
     if x.numel() == 0:
         return weight_bar.zero_(), bias_bar.zero_()
     # Without SiLU the weight enters cotangents of rows alone.
     params = {**params, "weight": weight if want_rows or silu else None}
     read, itemsize = norm.statistics(*statistics), x.element_size()
-    has_planes = any(wanted) and norm.layout != ParamLayout.PER_COLUMN
-    has_sums = any(wanted) and not has_planes
+    has_planes = any(output_mask) and norm.layout != ParamLayout.PER_COLUMN
+    has_sums = any(output_mask) and not has_planes
     operands, plan, row_plan = norm.operands(full_size, params, read, has_sums), None, None
     if has_sums:
         options = (x.device, operands.is_aligned(itemsize), operands.seeds is not None)
@@ -280,12 +280,12 @@ class Planes(NamedTuple):
             view = row_view(tensors, 1, batch_ndim if differ else None)
         per_channel = {"groups": groups * channels, "layout": ParamLayout.PER_CHANNEL, "run": run}
         planes = operands._replace(view=view, planes=channels, **per_channel)
-        wanted = sum(1 << number for number, total in enumerate(totals) if total is not None)
-        sums = RowSums(len(totals), (*planes.names, *planes.params), wanted)
+        bits = sum(1 << number for number, total in enumerate(totals) if total is not None)
+        sums = RowSums(len(totals), (*planes.names, *planes.params), bits)
         num_operands = sum(tensor is not None for tensor in tensors)
         itemsize = next(tensor.element_size() for tensor in tensors if tensor is not None)
         if view.along_rows:
-            counts = (num_operands, planes.device, 0, num_operands, wanted.bit_count())
+            counts = (num_operands, planes.device, 0, num_operands, bits.bit_count())
             sizes = (planes.sizes(), True, itemsize, planes.dtype.itemsize)
             plan = plan_log_softmax(*sizes, *counts, planes.is_aligned(itemsize))
         elif num_operands <= 2:

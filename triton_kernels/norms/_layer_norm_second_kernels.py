@@ -17,7 +17,7 @@ B = mean(g * x_hat), and a prime for the derivative of L with respect to what is
 where mean(g * h) = rstd * (C / num_cols - A * B), and C is the sum of the products of x_dot and g, each less its mean:
 h sums to zero only up to rounding, which a large mean of g would amplify. Tiles of full size are `x = (x_dot, y_bar, x,
 y_bar_dot)`, parameters `p = (weight, weight_dot, bias_dot)`, statistics `r = (mean, rstd)` and, of a kernel that owns
-columns, sums of x_dot and of x_dot * x_hat. The sums of a row are, each with a bit in `WANTED` if a result takes it,
+columns, sums of x_dot and of x_dot * x_hat. The sums of a row are, each with a bit in `SUM_MASK` if a result takes it,
 
     s = sum(x_dot), sum(x_dot * x_hat), sum(g), sum(g * x_hat), sum(k), sum(k * x_hat), C
 

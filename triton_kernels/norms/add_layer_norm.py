@@ -74,10 +74,10 @@ def add_layer_norm_jvp(
 def add_layer_norm_bwd(
     y_bar: Tensor, s_bar: Tensor | None, s: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor,
     seed: Tensor | None,
-    p: float, norm_ndim: int, batch_ndim: int, wanted: Sequence[bool], centered: bool = True,
+    p: float, norm_ndim: int, batch_ndim: int, output_mask: Sequence[bool], centered: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Cotangents of x, in the dtype of y_bar, of the residual, and of weight and bias as from `layer_norm_bwd`."""
-    want_x, want_residual, *want_params = wanted
+    want_x, want_residual, *want_params = output_mask
     norm = Norm(norm_ndim, batch_ndim, centered, _PER_COLUMN, seed if want_x else None, p)
     x_bar, residual_bar = y_bar.new_empty(s.shape if want_x else 0), s.new_empty(s.shape if want_residual else 0)
     full_size = {"y_bar": y_bar, "s": s, "s_bar": s_bar if want_x or want_residual else None}

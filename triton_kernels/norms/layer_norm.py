@@ -2,7 +2,7 @@
 
 Arguments and formulas are those of `primitives.ops.norms.layer_norm`, for all launchers of norms, of second order too.
 With `silu`, of groups and in first order, SiLU follows, and derivatives take the bias too. Tensors may have any
-strides, results are dense; those that are not `wanted` are empty, and only what the others take is read.
+strides, results are dense; what `output_mask` leaves out is empty, and only what the others take is read.
 
 Each launcher views its tensors as `[segments, rows, columns]`, allocates, plans, and launches. The batch dims number
 the segments; where the parameters are shared, the segments are whatever lets the strides be used as they are. Of a
@@ -80,11 +80,11 @@ def layer_norm_jvp(
 @tunable
 def layer_norm_bwd(
     y_bar: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor,
-    norm_ndim: int, batch_ndim: int, wanted: Sequence[bool], centered: bool = True, grouped: int = 0,
+    norm_ndim: int, batch_ndim: int, output_mask: Sequence[bool], centered: bool = True, grouped: int = 0,
     bias: Tensor | None = None, silu: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Cotangents of x, weight and bias, those of parameters in the dtype of the weight, or of sums without one."""
-    norm, (want_x, *want_params) = Norm(norm_ndim, batch_ndim, centered, ParamLayout(grouped)), wanted
+    norm, (want_x, *want_params) = Norm(norm_ndim, batch_ndim, centered, ParamLayout(grouped)), output_mask
     x_bar = norm.empty_like(x) if want_x else x.new_empty(0)
     full_size, params = {"y_bar": y_bar, "x": x}, {"weight": weight, "bias": bias if silu else None}
     outputs = {"x_bar": x_bar if want_x else None}

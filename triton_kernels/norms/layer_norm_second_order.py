@@ -1,7 +1,7 @@
 """Second-order layer normalization: launchers of the derivatives of its backward and of its JVP.
 
-The pairing is the gradient of `L = <y_bar, y_dot>`, the jvp of the backward that of `L + <y_bar_dot, y>` in the inputs
-of the forward; `_layer_norm_second_kernels` has the formulas of both, which the same kernels compute.
+The double backward is the gradient of `L = <y_bar, y_dot>`, the jvp of the backward that of `L + <y_bar_dot, y>` in the
+inputs of the forward; `_layer_norm_second_kernels` has the formulas of both, which the same kernels compute.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from ..rows.launch import Operands
 
-__all__ = ["layer_norm_bwd_jvp", "layer_norm_pairing"]
+__all__ = ["layer_norm_bwd_jvp", "layer_norm_double_backward"]
 
 _FULL_SIZE = ("x_dot", "y_bar", "x", "y_bar_dot")
 _PARAMS = ("weight", "weight_dot", "bias_dot")
@@ -47,36 +47,36 @@ _TERMS: Mapping[str, Sequence[tuple[str | None, Sequence[str]]]] = {
 
 
 @tunable
-def layer_norm_pairing(
+def layer_norm_double_backward(
     y_bar: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor,
     x_dot: Tensor | None, weight_dot: Tensor | None, bias_dot: Tensor | None,
-    norm_ndim: int, batch_ndim: int, wanted: Sequence[bool], centered: bool = True, grouped: int = 0,
+    norm_ndim: int, batch_ndim: int, output_mask: Sequence[bool], centered: bool = True, grouped: int = 0,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Gradient of `<y_bar, y_dot>`; results of parameters are in the dtype of the weight, or of `x` without one."""
     names = ("y_bar_bar", "x_bar", "weight_bar", "x_dot_bar", "weight_dot_bar", "bias_dot_bar")
     given = {"x_dot": x_dot, "y_bar": y_bar, "x": x, "y_bar_dot": None}
     given |= {"weight": weight, "weight_dot": weight_dot, "bias_dot": bias_dot}
     norm = Norm(norm_ndim, batch_ndim, centered, ParamLayout(grouped))
-    return _differentiate(names, wanted, x, given, norm.statistics(mean, rstd), norm)
+    return _differentiate(names, output_mask, x, given, norm.statistics(mean, rstd), norm)
 
 
 @tunable
 def layer_norm_bwd_jvp(
     y_bar: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor,
     y_bar_dot: Tensor | None, x_dot: Tensor | None, weight_dot: Tensor | None,
-    norm_ndim: int, batch_ndim: int, wanted: Sequence[bool], centered: bool = True, grouped: int = 0,
+    norm_ndim: int, batch_ndim: int, output_mask: Sequence[bool], centered: bool = True, grouped: int = 0,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Tangents of what `layer_norm_bwd` computes, in dtypes as above; zero where no tangent moves it."""
     names = ("x_bar", "weight_bar", "bias_bar")
     given = {"x_dot": x_dot, "y_bar": y_bar, "x": x, "y_bar_dot": y_bar_dot}
     given |= {"weight": weight, "weight_dot": weight_dot, "bias_dot": None}
     norm = Norm(norm_ndim, batch_ndim, centered, ParamLayout(grouped))
-    return _differentiate(names, wanted, x, given, norm.statistics(mean, rstd), norm)
+    return _differentiate(names, output_mask, x, given, norm.statistics(mean, rstd), norm)
 
 
 def _differentiate(
     names: Sequence[str],
-    wanted: Sequence[bool],
+    output_mask: Sequence[bool],
     x: Tensor,
     given: Mapping[str, Tensor | None],
     statistics: Mapping[str, Tensor | None],
@@ -87,7 +87,7 @@ def _differentiate(
     param_shape = norm.param_shape(x)
     param_dtype = x.dtype if weight is None else weight.dtype
     outputs, results = [], {}
-    for name, want in zip(names, wanted, strict=True):
+    for name, want in zip(names, output_mask, strict=True):
         if not want:
             outputs.append(x.new_empty(0))
             continue
@@ -173,9 +173,9 @@ def _taken(results: Collection[str], given: Mapping[str, Tensor | None]) -> set[
 def _row_sums(operands: Operands) -> RowSums:
     """Sums of a row that a kernel takes which reads these operands and writes these outputs."""
     given = operands.given()
-    wanted = {name for name, tensor in operands.outputs.items() if tensor is not None}
-    has_h, want_x = "x_dot" in given, "x_bar" in wanted
-    has_g = "x_dot_bar" in wanted or (want_x and has_h)
+    written = {name for name, tensor in operands.outputs.items() if tensor is not None}
+    has_h, want_x = "x_dot" in given, "x_bar" in written
+    has_g = "x_dot_bar" in written or (want_x and has_h)
     has_k = want_x and bool(given & {"weight_dot", "y_bar_dot"})
     bits = 0b11 * has_h + 0b1100 * has_g + 0b110000 * has_k + 0b1000000 * (want_x and has_h)
     is_centered = operands.statistics["mean"] is not None

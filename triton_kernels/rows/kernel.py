@@ -64,9 +64,9 @@ from .tiles import (
     load_tiles,
     out_offsets,
     rows_there,
+    selected,
     store_tiles,
     sums_of,
-    wanted_of,
 )
 
 
@@ -101,14 +101,14 @@ def opposite_tile(start, first, stop, BLOCK_COLS: tl.constexpr):
 
 @triton.jit
 def load_parts(
-    parts_ptr, block, num_splits, NUM: tl.constexpr, FIRST: tl.constexpr, WANTED: tl.constexpr,
+    parts_ptr, block, num_splits, NUM: tl.constexpr, FIRST: tl.constexpr, SUM_MASK: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
 ):  # fmt: skip
     """The wanted partial results of all slices of a block of rows, `[BLOCK_ROWS, BLOCK_SPLITS]` each."""
     splits = tl.arange(0, BLOCK_SPLITS)
     state = ()
     for i in tl.static_range(NUM):
-        if (WANTED >> i) & 1:
+        if (SUM_MASK >> i) & 1:
             offset = (block.to(tl.int64) * NUM + i) * num_splits * BLOCK_ROWS
             offsets = tl.arange(0, BLOCK_ROWS)[:, None] + (splits * BLOCK_ROWS)[None, :]
             mask = (splits < num_splits)[None, :]
@@ -122,7 +122,7 @@ def row_op(  # noqa: C901 - its branches are settled when it is compiled
     num_splits, num_rows, num_cols: tl.constexpr, DTYPE: tl.constexpr, AXES: tl.constexpr, TWO_LEVEL: tl.constexpr,
     ALIGN: tl.constexpr, ROW_ALIGN: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
     MODE: tl.constexpr, SUM_READS: tl.constexpr, EMIT_READS: tl.constexpr, STAGES: tl.constexpr,
-    BLOCK_SPLITS: tl.constexpr, NUM: tl.constexpr, WANTED: tl.constexpr, EMIT: tl.constexpr = None,
+    BLOCK_SPLITS: tl.constexpr, NUM: tl.constexpr, SUM_MASK: tl.constexpr, EMIT: tl.constexpr = None,
     TERMS: tl.constexpr = None, STATS: tl.constexpr = None, ANCHOR: tl.constexpr = None, FOLD: tl.constexpr = None,
     MERGE: tl.constexpr = None, ROWS: tl.constexpr = None, MIX: tl.constexpr = None, FIRST: tl.constexpr = 0.0,
     OTHER: tl.constexpr = 0.0, EPS: tl.constexpr = 0.0, ROUNDED: tl.constexpr = None, GROUP: tl.constexpr = 1,
@@ -160,7 +160,7 @@ def row_op(  # noqa: C901 - its branches are settled when it is compiled
         STAGES: Of the loop that sums.
         BLOCK_SPLITS: Power of two, at least `num_splits`.
         NUM: Places for sums of a row.
-        WANTED: Bits of those that are taken.
+        SUM_MASK: Bits of those that are taken.
         EMIT: The op's functions, up to `MIX`, are in the module's docstring; None for one that it has not.
         TERMS: See there.
         STATS: See there.
@@ -229,12 +229,12 @@ def row_op(  # noqa: C901 - its branches are settled when it is compiled
             p_ptrs, p_strides, segment, cols, col_mask, SUM_PARAMS, DTYPE, ALIGN, p_row, LAYOUT, RUN, 0, num_cols
         )
         c = () if NUMBERS is None else (cols[None, :],)
-        if not WANTED:
+        if not SUM_MASK:
             s = in_places((), NUM, 0)
         elif STATS is not None:
             s = STATS(x, p + c, r, mask, num_cols, EPS)
         else:
-            s = in_places(sums_of(wanted_of(TERMS(x, p + c, r, mask), WANTED)), NUM, WANTED)
+            s = in_places(sums_of(selected(TERMS(x, p + c, r, mask), SUM_MASK)), NUM, SUM_MASK)
         # Behind the sums, so that no register holds such a parameter while they are reduced.
         LATE: tl.constexpr = ALL - SUM_PARAMS
         late = load_params(
@@ -249,7 +249,7 @@ def row_op(  # noqa: C901 - its branches are settled when it is compiled
         store_tiles(s_ptrs, s if ROWS is None else ROWS(s, r, num_cols), flat_row, row_mask)
     else:
         if MODE == "writes":
-            state = load_parts(parts_ptr, block, num_splits, NUM, FIRST, WANTED, BLOCK_ROWS, BLOCK_SPLITS)
+            state = load_parts(parts_ptr, block, num_splits, NUM, FIRST, SUM_MASK, BLOCK_ROWS, BLOCK_SPLITS)
             if MERGE is not None:
                 size = slice_cols(num_splits, num_cols, BLOCK_COLS)
                 # In int64: past the last slice, their product can exceed what the row's own columns fit in.
@@ -257,7 +257,7 @@ def row_op(  # noqa: C901 - its branches are settled when it is compiled
                 sizes = tl.minimum(tl.maximum(num_cols - firsts, 0), size)[None, :].to(DTYPE)
                 s = MERGE(state, (), sizes, num_cols, EPS, 2, True)
             else:
-                s = in_places(sums_of(state), NUM, WANTED)
+                s = in_places(sums_of(state), NUM, SUM_MASK)
         else:
             anchor = ()
             if ANCHOR is not None:
@@ -273,7 +273,7 @@ def row_op(  # noqa: C901 - its branches are settled when it is compiled
                 anchor = ANCHOR(first, row_mask & col_mask, tl.minimum(num_cols - first_col, BLOCK_COLS))
             state = ()
             for i in tl.static_range(NUM):
-                if (WANTED >> i) & 1:
+                if (SUM_MASK >> i) & 1:
                     state = state + (tl.full((BLOCK_ROWS, LANES), FIRST if i == 0 else 0.0, DTYPE),)
             for start in tl.range(first_col, stop_col, BLOCK_COLS, num_stages=STAGES):
                 cols = (start + lanes).to(tl.int64)
@@ -310,15 +310,15 @@ def row_op(  # noqa: C901 - its branches are settled when it is compiled
                 elif FOLD is not None:
                     state = FOLD(state, x, p + c, r, anchor, row_mask & col_mask)
                 else:
-                    state = add_tiles(state, wanted_of(TERMS(x, p + c, r, row_mask & col_mask), WANTED))
+                    state = add_tiles(state, selected(TERMS(x, p + c, r, row_mask & col_mask), SUM_MASK))
             if MERGE is not None:
                 size = num_cols if MODE == "swept" else (stop_col - first_col).to(DTYPE)
                 s = MERGE(state, anchor, size, num_cols, EPS, 1, MODE == "swept")
             else:
-                s = in_places(sums_of(state), NUM, WANTED)
+                s = in_places(sums_of(state), NUM, SUM_MASK)
         if MODE == "sums":
             for i in tl.static_range(NUM):
-                if (WANTED >> i) & 1:
+                if (SUM_MASK >> i) & 1:
                     offset = ((block.to(tl.int64) * NUM + i) * num_splits + split) * BLOCK_ROWS
                     tl.store(parts_ptr + offset + tl.arange(0, BLOCK_ROWS)[:, None], s[i])
         else:

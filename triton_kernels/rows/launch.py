@@ -121,22 +121,22 @@ class RowSums(NamedTuple):
     Attributes:
         places: How many sums it has a place for.
         reads: Operands and parameters that the sums take.
-        wanted: Bits of the places that are taken; None for all.
+        mask: Bits of the places that are taken; None for all.
         num_anchors: A sweep begins with the first tile of so many operands.
     """
 
     places: int = 0
     reads: Collection[str] = ()
-    wanted: int | None = None
+    mask: int | None = None
     num_anchors: int = 0
 
     @property
     def bits(self) -> int:
         """Bits of the places that are taken."""
-        return (1 << self.places) - 1 if self.wanted is None else self.wanted
+        return (1 << self.places) - 1 if self.mask is None else self.mask
 
     @property
-    def num_wanted(self) -> int:
+    def num_taken(self) -> int:
         """How many of the places are taken."""
         return self.bits.bit_count()
 
@@ -189,7 +189,7 @@ def launch_rows(
         "EMIT_READS": sum(1 << number for number, name in enumerate(order) if name in writes),
         "STAGES": plan.loop_stages,
         "NUM": sums.places,
-        "WANTED": sums.bits,
+        "SUM_MASK": sums.bits,
         "ANCHOR_READS": (1 << sums.num_anchors) - 1,
         "GROUP": _group(operands, plan) if plan.looped else 1,
         "PICKS": sum(1 << number for number, name in enumerate(operands.names) if name in picks),
@@ -238,7 +238,7 @@ def launch_row_sums(
         "BLOCK_COLS": plan.block_cols,
         "STAGES": plan.loop_stages,
         "NUM": sums.places,
-        "WANTED": sums.bits,
+        "SUM_MASK": sums.bits,
         "WRITES": bool(sums.bits) or any(output is not None for output in operands.outputs.values()),
     }
     _launch(kernel, num_parts * col_blocks, values, row_options(plan, chip_of(operands.device)))

@@ -5,7 +5,7 @@ rows. The gradient of `L = <y_bar, jvp(x_dot, k)>` has the vjp and the jvp among
 adds what the tangents of y_bar and k make. The module of a map has four device functions, as `rows` describes `TERMS`
 and `EMIT`, for operands x and numbers r of a row, which end with the scale if there is one:
 
-    pairing_terms(x, p, r, mask), pairing_emit(x, p, r, s, mask, num_cols)
+    double_backward_terms(x, p, r, mask), double_backward_emit(x, p, r, s, mask, num_cols)
         x are y_bar, k and x_dot; the tiles that are written are those of y_bar_bar, k_bar and x_dot_bar
     bwd_jvp_terms(x, p, r, mask), bwd_jvp_emit(x, p, r, s, mask, num_cols)
         x are y_bar, k, y_bar_dot and k_dot; the one tile that is written is that of x_bar_dot
@@ -61,7 +61,7 @@ class RowMapKernels:
         module: Name of the module of its launchers, which ends in that of the map.
         functions: Its device functions by name, among others perhaps.
         kept: Name of k, `"y"` or `"x"`.
-        pairing: By result, y_bar_bar, k_bar and x_dot_bar.
+        double_backward: By result, y_bar_bar, k_bar and x_dot_bar.
         bwd_jvp: By tangent, y_bar_dot and that of k.
         numbers: Names of the numbers of the rows.
         options: Of the map: the reduced dim, and perhaps the scale.
@@ -71,7 +71,7 @@ class RowMapKernels:
     module: str
     functions: Mapping[str, Any]
     kept: str
-    pairing: tuple[Part, Part, Part]
+    double_backward: tuple[Part, Part, Part]
     bwd_jvp: tuple[Part, Part]
     numbers: tuple[str, ...] = ()
     options: tuple[str, ...] = ("dim",)
@@ -85,7 +85,7 @@ class RowMapKernels:
         """
         k, self.kernels = self.kept, dict[str, Kernel]()
         tables = {
-            "pairing": {"x": ("y_bar", k, "x_dot"), "r": self.numbers, "out": self._bars()},
+            "double_backward": {"x": ("y_bar", k, "x_dot"), "r": self.numbers, "out": self._bars()},
             "bwd_jvp": {"x": ("y_bar", k, "y_bar_dot", f"{k}_dot"), "r": self.numbers, "out": ("x_bar_dot",)},
         }
         if self.forward is not None:
@@ -99,19 +99,19 @@ class RowMapKernels:
         return "y_bar_bar", "output_bar" if self.kept == "y" else "x_bar", "x_dot_bar"
 
     def launchers(self) -> list[Callable[..., Any]]:
-        """`<op>_jvp`, `_bwd`, `_pairing` and `_bwd_jvp`, by position, of the arguments of the op's primitives.
+        """`<op>_jvp`, `_bwd`, `_double_backward` and `_bwd_jvp`, by position, of the arguments of the op's primitives.
 
         Behind them come `_fwd` and `_fwd_jvp`, of results in the dtype of x, if there is a `forward`.
 
-        Only what the wanted results take is read. Those of the pairing have the dtypes of y_bar, k and x_dot, and no
-        elements where they are not wanted; tangents may be None for zero.
+        Only what the wanted results take is read. Those of the double backward have the dtypes of y_bar, k and x_dot,
+        and no elements where they are not wanted; tangents may be None for zero.
         """
         of_k = (self.kept, *self.numbers)
         of_vjp = (*self.options, *["x_dtype"] * (self.kept == "y"))
         names = {
             "jvp": ("x_dot", *of_k, *self.options),
             "bwd": ("y_bar", *of_k, *of_vjp),
-            "pairing": ("y_bar", *of_k, "x_dot", *self.options, "wanted"),
+            "double_backward": ("y_bar", *of_k, "x_dot", *self.options, "output_mask"),
             "bwd_jvp": ("y_bar", *of_k, "y_bar_dot", f"{self.kept}_dot", *of_vjp),
         }
         if self.forward is not None:
@@ -156,21 +156,21 @@ class RowMapKernels:
     def _bwd(self, given: Mapping[str, Any]) -> Tensor:
         return self._gradients(given, (False, False, True))[2]
 
-    def _pairing(self, given: Mapping[str, Any]) -> tuple[Tensor, ...]:
+    def _double_backward(self, given: Mapping[str, Any]) -> tuple[Tensor, ...]:
         k = given[self.kept]
-        return tuple([k.new_empty(0) if out is None else out for out in self._gradients(given, given["wanted"])])
+        return tuple([k.new_empty(0) if out is None else out for out in self._gradients(given, given["output_mask"])])
 
-    def _gradients(self, given: Mapping[str, Any], wanted: Sequence[bool]) -> list[Any]:
+    def _gradients(self, given: Mapping[str, Any], output_mask: Sequence[bool]) -> list[Any]:
         k = given[self.kept]
         inputs = {name: given.get(name) for name in ("y_bar", self.kept, "x_dot")}
         dtypes = [(k if like is None else like).dtype for like in inputs.values()]
         dtypes[2] = given.get("x_dtype", dtypes[2])
         outputs = {
             name: torch.empty(k.shape, dtype=dtype, device=k.device) if want else None
-            for name, dtype, want in zip(self._bars(), dtypes, wanted, strict=True)
+            for name, dtype, want in zip(self._bars(), dtypes, output_mask, strict=True)
         }
-        parts = [part for part, want in zip(self.pairing, wanted, strict=True) if want]
-        self._launch("pairing", inputs, outputs, self.pairing, parts, given)
+        parts = [part for part, want in zip(self.double_backward, output_mask, strict=True) if want]
+        self._launch("double_backward", inputs, outputs, self.double_backward, parts, given)
         return [*outputs.values()]
 
     def _bwd_jvp(self, given: Mapping[str, Any]) -> Tensor:
@@ -241,9 +241,9 @@ def launch_map(
     """
     numbers = {name: None if one is None else one.contiguous() for name, one in (statistics or {}).items()}
     row_outputs = row_outputs or {}
-    wanted = [tensor for tensor in outputs.values() if tensor is not None]
-    first = next(tensor for tensor in (*wanted, *inputs.values()) if tensor is not None)
-    if not (wanted or row_outputs) or not first.numel():
+    there = [tensor for tensor in outputs.values() if tensor is not None]
+    first = next(tensor for tensor in (*there, *inputs.values()) if tensor is not None)
+    if not (there or row_outputs) or not first.numel():
         return
     view = reduction_view([*inputs.values()], first, dim, may_repeat="mask" in inputs)
     dtypes = dtypes or [tensor.dtype for tensor in inputs.values() if tensor is not None]
@@ -257,9 +257,9 @@ def launch_map(
         dtype.itemsize,
         len(itemsizes),
         operands.device,
-        max(len(wanted), num_results),
+        max(len(there), num_results),
         len(sums.reads),
-        sums.num_wanted,
+        sums.num_taken,
         view.is_aligned(min(itemsizes)),
     )
     if "mask" in inputs:

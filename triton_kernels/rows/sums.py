@@ -28,9 +28,9 @@ from .tiles import (
     load_tiles,
     out_offsets,
     rows_there,
+    selected,
     store_tiles,
     sums_of,
-    wanted_of,
 )
 
 
@@ -39,7 +39,7 @@ def row_sums_op(  # noqa: C901 - its branches are settled when it is compiled
     x_ptrs, x_strides, p_ptrs, p_strides, r_ptrs, NUM_R: tl.constexpr, out_ptrs, out_strides, sum_ptrs,
     NUM_SUMS: tl.constexpr, num_splits, num_rows, num_cols: tl.constexpr, DTYPE: tl.constexpr, AXES: tl.constexpr,
     ALIGN: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, STAGES: tl.constexpr, NUM: tl.constexpr,
-    WANTED: tl.constexpr, WRITES: tl.constexpr, EMIT: tl.constexpr, COLUMNS: tl.constexpr, TERMS: tl.constexpr = None,
+    SUM_MASK: tl.constexpr, WRITES: tl.constexpr, EMIT: tl.constexpr, COLUMNS: tl.constexpr, TERMS: tl.constexpr = None,
     STATS: tl.constexpr = None, MIX: tl.constexpr = None, noise=None,
 ):  # fmt: skip
     """Write this program's rows, and the sums over them.
@@ -105,21 +105,21 @@ def row_sums_op(  # noqa: C901 - its branches are settled when it is compiled
             p = p + (cast(weights[i], DTYPE) if weights[i].type.is_block() else weights[i],)
         s = ()
         if WRITES:
-            if not WANTED:
+            if not SUM_MASK:
                 s = in_places((), NUM, 0)
             elif STATS is not None:
                 s = STATS(x, p, r, mask, num_cols, 0.0)
             else:
-                s = in_places(sums_of(wanted_of(TERMS(x, p, r, mask), WANTED), HALVES=HALVES), NUM, WANTED)
+                s = in_places(sums_of(selected(TERMS(x, p, r, mask), SUM_MASK), HALVES=HALVES), NUM, SUM_MASK)
             AXIS: tl.constexpr = (AXES >> (2 * len(x_strides))) & 3
             offsets = out_offsets(segment, row, cols, num_rows, out_strides, num_cols, AXIS, ALIGN, start=start)
             store_tiles(out_ptrs, EMIT(x, p, r, s, mask, num_cols), offsets, mask)
         columns = COLUMNS(x, p, r, s, mask, num_cols)
-        wanted = ()
+        found = ()
         for i in tl.static_range(NUM_SUMS):
             if sum_ptrs[i] is not None:
-                wanted = wanted + (columns[i],)
-        sums = add_tiles(sums, wanted)
+                found = found + (columns[i],)
+        sums = add_tiles(sums, found)
     done = ()
     for i in tl.static_range(NUM_SUMS):
         if sum_ptrs[i] is not None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from ..runtime.kernel import Kernel
 
-_CONSTANTS = ("num_cols", "DTYPE", "AXES", "ALIGN", "BLOCK_ROWS", "BLOCK_COLS", "STAGES", "NUM", "WANTED")
+_CONSTANTS = ("num_cols", "DTYPE", "AXES", "ALIGN", "BLOCK_ROWS", "BLOCK_COLS", "STAGES", "NUM", "SUM_MASK")
 _OF_ROWS = (
     *("TWO_LEVEL", "ROW_ALIGN", "MODE", "SUM_READS", "EMIT_READS", "ANCHOR_READS", "BLOCK_SPLITS"),
     *("GROUPS", "LAYOUT", "RUN", "PLANES"),
@@ -45,7 +45,7 @@ _ROW_KERNEL = """def {name}(
         {x}, {x_strides},
         {p}, {p_strides}, {r}, {num_r}, {out}, (out_segment_stride, out_row_stride, out_col_stride),
         {s}, parts_ptr, num_splits, num_rows, num_cols, DTYPE, AXES, TWO_LEVEL, ALIGN, ROW_ALIGN, BLOCK_ROWS,
-        BLOCK_COLS, MODE, SUM_READS, EMIT_READS, STAGES, BLOCK_SPLITS, NUM, WANTED, GROUPS=GROUPS, LAYOUT=LAYOUT,
+        BLOCK_COLS, MODE, SUM_READS, EMIT_READS, STAGES, BLOCK_SPLITS, NUM, SUM_MASK, GROUPS=GROUPS, LAYOUT=LAYOUT,
         RUN=RUN, PLANES=PLANES, ANCHOR_READS=ANCHOR_READS, {given}
     )
 """
@@ -62,7 +62,7 @@ _ROW_SUMS_KERNEL = """def {name}(
     row_sums_op(
         {x}, {x_strides},
         {p}, {p_strides}, {r}, {num_r}, {out}, (out_segment_stride, out_row_stride, out_col_stride),
-        {s}, {num_s}, num_splits, num_rows, num_cols, DTYPE, AXES, ALIGN, BLOCK_ROWS, BLOCK_COLS, STAGES, NUM, WANTED,
+        {s}, {num_s}, num_splits, num_rows, num_cols, DTYPE, AXES, ALIGN, BLOCK_ROWS, BLOCK_COLS, STAGES, NUM, SUM_MASK,
         WRITES, {given}
     )
 """

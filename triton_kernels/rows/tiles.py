@@ -331,21 +331,21 @@ def sums_of(tiles, LEAST: tl.constexpr = 3, HALVES: tl.constexpr = 1):  # noqa: 
 
 
 @triton.jit
-def wanted_of(tiles, WANTED: tl.constexpr):
-    """The tiles whose sums somebody takes: those with a bit in `WANTED`, and no others."""
-    wanted = ()
+def selected(tiles, SUM_MASK: tl.constexpr):
+    """The tiles with a bit in `SUM_MASK`, whose sums somebody takes."""
+    found = ()
     for i in tl.static_range(len(tiles)):
-        if (WANTED >> i) & 1:
-            wanted = wanted + (tiles[i],)
-    return wanted
+        if (SUM_MASK >> i) & 1:
+            found = found + (tiles[i],)
+    return found
 
 
 @triton.jit
-def in_places(sums, NUM: tl.constexpr, WANTED: tl.constexpr):
-    """The sums of `wanted_of`, each in its place of `NUM`, where `nothing()` stands for the others."""
+def in_places(sums, NUM: tl.constexpr, SUM_MASK: tl.constexpr):
+    """The sums of `selected`, each in its place of `NUM`, where `nothing()` stands for the others."""
     found, taken = (), ()
     for i in tl.static_range(NUM):
-        if (WANTED >> i) & 1:
+        if (SUM_MASK >> i) & 1:
             found = found + (sums[len(taken)],)
             taken = taken + (0,)
         else:

@@ -89,9 +89,9 @@ class Limits:
     log_softmax_row_cols: int = 32768
     # Longest rows, in bytes, of which a program holds two (x_dot or y_bar, and y), 16 values of each in each thread.
     log_softmax_two_row_bytes: int = 65536
-    # Longest rows of which a program holds three, for all results of the pairing: up to 82 of 128 registers of 512
-    # threads, 16 to 72 bytes of spills at the next power of two. Most second-order kernels hold two of their three or
-    # four inputs: one that is only summed is let go first.
+    # Longest rows of which a program holds three, for all results of a double backward: up to 82 of 128 registers of
+    # 512 threads, 16 to 72 bytes of spills at the next power of two. Most second-order kernels hold two of their three
+    # or four inputs: one that is only summed is let go first.
     log_softmax_three_row_cols: int = 8192
     # Tile of the kernels that sweep longer rows: 16 values of the tile and 16 sums in each of 512 threads.
     log_softmax_sweep_cols: int = 8192

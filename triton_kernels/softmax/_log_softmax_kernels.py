@@ -2,19 +2,19 @@
 
 Log-softmax, with `p = exp(y)` and sums over the reduced dim:
 
-    forward     y = x - log(sum(exp(x))),   y_dot = x_dot - sum(p * x_dot)
-    pairing     y_bar_bar = x_dot - sum(p * x_dot),   output_bar = -p * x_dot * sum(y_bar),
-                x_dot_bar = y_bar - p * sum(y_bar)
-    bwd_jvp     x_bar_dot = y_bar_dot - p * (y_dot * sum(y_bar) + sum(y_bar_dot))
+    forward          y = x - log(sum(exp(x))),   y_dot = x_dot - sum(p * x_dot)
+    double_backward  y_bar_bar = x_dot - sum(p * x_dot),   output_bar = -p * x_dot * sum(y_bar),
+                     x_dot_bar = y_bar - p * sum(y_bar)
+    bwd_jvp          x_bar_dot = y_bar_dot - p * (y_dot * sum(y_bar) + sum(y_bar_dot))
 
 Softmax, not `LOG`, with `P(v) = y * (v - sum(y * v))`; all derivatives are multiplied by the scale, if there is one:
 
-    forward     y = exp(u) / sum(exp(u)),   u = scale * x + mask,   y_dot = P(x_dot)
-    pairing     y_bar_bar = P(x_dot),   x_dot_bar = P(y_bar),
-                output_bar = y_bar * (x_dot - sum(y * x_dot)) - x_dot * sum(y * y_bar)
-    bwd_jvp     x_bar_dot = y * (y_bar_dot - sum(y * y_bar_dot + y_dot * y_bar)) + y_dot * (y_bar - sum(y * y_bar))
+    forward          y = exp(u) / sum(exp(u)),   u = scale * x + mask,   y_dot = P(x_dot)
+    double_backward  y_bar_bar = P(x_dot),   x_dot_bar = P(y_bar),
+                     output_bar = y_bar * (x_dot - sum(y * x_dot)) - x_dot * sum(y * y_bar)
+    bwd_jvp          x_bar_dot = y * (y_bar_dot - sum(y * y_bar_dot + y_dot * y_bar)) + y_dot * (y_bar - sum(y * y_bar))
 
-The jvp is the first result of the pairing by itself, the vjp its last.
+The jvp is the first result of the double backward by itself, the vjp its last.
 """
 
 # Pyright takes device functions for Python: it knows neither tuples of tiles nor what is settled at compile time.
@@ -186,12 +186,11 @@ FORWARD = [
 ]
 
 
-# Derivatives (see `rows.maps`): the sums of the pairing are those of y_bar and p * x_dot, those of the jvp of the vjp
-# are those of y_bar and of y_bar_dot.
+# Derivatives (see `rows.maps`): the double backward sums y_bar and p * x_dot, the jvp of the vjp y_bar and y_bar_dot.
 
 
 @triton.jit
-def pairing_terms(x, p, r, mask):
+def double_backward_terms(x, p, r, mask):
     weighted = nothing()
     if x[2].type.is_block():
         weighted = exponential(x[1]) * x[2]
@@ -199,7 +198,7 @@ def pairing_terms(x, p, r, mask):
 
 
 @triton.jit
-def pairing_emit(x, p, r, s, mask, num_cols: tl.constexpr):
+def double_backward_emit(x, p, r, s, mask, num_cols: tl.constexpr):
     y_bar_bar, output_bar, x_dot_bar = nothing(), nothing(), nothing()
     if s[1].type.is_block():
         y_bar_bar = x[2] - s[1]

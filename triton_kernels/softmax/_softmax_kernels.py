@@ -13,7 +13,7 @@ from ._log_softmax_kernels import scaled
 
 
 @triton.jit
-def pairing_terms(x, p, r, mask):
+def double_backward_terms(x, p, r, mask):
     total, dot_total = nothing(), nothing()
     if x[0].type.is_block():
         total = x[1] * x[0]
@@ -23,7 +23,7 @@ def pairing_terms(x, p, r, mask):
 
 
 @triton.jit
-def pairing_emit(x, p, r, s, mask, num_cols: tl.constexpr):
+def double_backward_emit(x, p, r, s, mask, num_cols: tl.constexpr):
     y_bar_bar, output_bar, x_dot_bar = nothing(), nothing(), nothing()
     if s[1].type.is_block():
         change = x[2] - s[1]

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 __all__ = [
     "log_softmax_bwd",
     "log_softmax_bwd_jvp",
+    "log_softmax_double_backward",
     "log_softmax_fwd",
     "log_softmax_fwd_jvp",
     "log_softmax_jvp",
-    "log_softmax_pairing",
 ]
 
 
@@ -48,11 +48,11 @@ LOG_SOFTMAX = RowMapKernels(
     __name__,
     vars(_log_softmax_kernels),
     "y",
-    pairing=(
+    double_backward=(
         Part((1,), ("y", "x_dot"), ("x_dot",)),
         Part((0,), ("y_bar",), ("y", "x_dot")),
         Part((0,), ("y_bar",), ("y_bar", "y")),
     ),
     bwd_jvp=(Part((1,), ("y_bar_dot",), ("y", "y_bar_dot")), Part((0,), ("y_bar",), ("y", "y_dot"))),
 )
-log_softmax_jvp, log_softmax_bwd, log_softmax_pairing, log_softmax_bwd_jvp = LOG_SOFTMAX.launchers()
+log_softmax_jvp, log_softmax_bwd, log_softmax_double_backward, log_softmax_bwd_jvp = LOG_SOFTMAX.launchers()

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["softmax_bwd", "softmax_bwd_jvp", "softmax_fwd", "softmax_fwd_jvp", "softmax_jvp", "softmax_pairing"]
+__all__ = ["softmax_bwd", "softmax_bwd_jvp", "softmax_double_backward", "softmax_fwd", "softmax_fwd_jvp", "softmax_jvp"]
 
 
 @tunable
@@ -36,7 +36,7 @@ SOFTMAX = RowMapKernels(
     __name__,
     vars(_softmax_kernels),
     "y",
-    pairing=(
+    double_backward=(
         Part((1,), ("y", "x_dot"), ("y", "x_dot")),
         Part((0, 1), ("y_bar", "y", "x_dot"), ("y_bar", "x_dot")),
         Part((0,), ("y_bar", "y"), ("y_bar", "y")),
@@ -47,4 +47,4 @@ SOFTMAX = RowMapKernels(
     ),
     options=("dim", "scale"),
 )
-softmax_jvp, softmax_bwd, softmax_pairing, softmax_bwd_jvp = SOFTMAX.launchers()
+softmax_jvp, softmax_bwd, softmax_double_backward, softmax_bwd_jvp = SOFTMAX.launchers()

@@ -60,7 +60,7 @@ attention_p = Primitive(
 attention_bwd_p = Primitive(
     "attention_bwd",
     "(Tensor? o_bar, Tensor? lse_bar, Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor o, Tensor lse,"
-    f" {OPTIONS}, bool[] wanted) -> (Tensor q_bar, Tensor k_bar, Tensor v_bar, Tensor bias_bar)",
+    f" {OPTIONS}, bool[] output_mask) -> (Tensor q_bar, Tensor k_bar, Tensor v_bar, Tensor bias_bar)",
     residuals=("o_bar", "lse_bar", "q", "k", "v", "bias", "o", "lse", "mask", "seed", "offset"),
     cached=("o", "lse"),
     decomposable=True,
@@ -88,7 +88,7 @@ def forward(problem: Problem) -> tuple[Tensor, ...]:
     return in_blocks(problem, of_rows, "os", (True, True))
 
 
-def bwd(problem: Problem, wanted: Sequence[bool]) -> tuple[Tensor, ...]:
+def bwd(problem: Problem, output_mask: Sequence[bool]) -> tuple[Tensor, ...]:
     """q_bar, k_bar, v_bar and bias_bar; o and lse are computed where the problem does not have them."""
 
     def of_rows(rows: Rows) -> tuple[Tensor | None, ...]:
@@ -96,13 +96,13 @@ def bwd(problem: Problem, wanted: Sequence[bool]) -> tuple[Tensor, ...]:
         noisy_p = noised(p, noise)
         r = rows.times(turning(rows, torch.bmm(noisy_p, x.v) if x.o is None else x.o, noise), p)
         return (
-            rows.plus(None, r, x.k) if wanted[0] else None,
-            rows.plus(None, flipped(r), x.q) if wanted[1] else None,
-            rows.plus(None, noisy_p.mT, x.o_bar) if wanted[2] else None,
+            rows.plus(None, r, x.k) if output_mask[0] else None,
+            rows.plus(None, flipped(r), x.q) if output_mask[1] else None,
+            rows.plus(None, noisy_p.mT, x.o_bar) if output_mask[2] else None,
             r,
         )
 
-    return in_blocks(problem, of_rows, "qkvb", wanted)
+    return in_blocks(problem, of_rows, "qkvb", output_mask)
 
 
 def turning(rows: Rows, o: Tensor, noise: Tensor | None) -> Tensor | None:
@@ -145,20 +145,20 @@ def moving(rows: Rows) -> tuple[Tensor, Tensor, Tensor | None]:
 
 
 def problem_of(op: Primitive, args: Sequence[Any], *, in_place: bool = False) -> tuple[Problem, Sequence[bool]]:
-    """The problem of a call of `op`, and what is wanted of it."""
+    """The problem of a call of `op`, and its `output_mask`."""
     by_name = dict(zip(op.spec.arguments, args, strict=True))
-    wanted = by_name.pop("wanted", ())
+    output_mask = by_name.pop("output_mask", ())
     problem = Problem(**by_name, in_place=in_place)
     if problem.dtype != problem.q.dtype:
         # Of rounded results the roundings would be left where a row's terms cancel.
         problem = problem._replace(o=None, o_dot=None)
-    return problem, wanted
+    return problem, output_mask
 
 
 def without_results(op: Primitive, args: Sequence[Any]) -> tuple[Problem, Sequence[bool]]:
     """The same without values of other arguments: taken from these again, so that a derivative reaches them."""
-    problem, wanted = problem_of(op, args)
-    return problem._replace(**dict.fromkeys(op.spec.cached)), wanted
+    problem, output_mask = problem_of(op, args)
+    return problem._replace(**dict.fromkeys(op.spec.cached)), output_mask
 
 
 @attention_p.def_reference
@@ -218,11 +218,11 @@ def _attention_cpu(*args: Any) -> tuple[Tensor, ...]:
 
 @attention_bwd_p.def_kernel("cpu")
 def _attention_bwd_cpu(*args: Any) -> tuple[Tensor, ...]:
-    problem, wanted = problem_of(attention_bwd_p, args, in_place=True)
-    served = None if wanted[3] else flash_bwd(problem)
+    problem, output_mask = problem_of(attention_bwd_p, args, in_place=True)
+    served = None if output_mask[3] else flash_bwd(problem)
     if served is None:
-        return bwd(problem, wanted)
-    bars = [x if want else empty_output(problem.q) for x, want in zip(served, wanted, strict=False)]
+        return bwd(problem, output_mask)
+    bars = [x if want else empty_output(problem.q) for x, want in zip(served, output_mask, strict=False)]
     return (*bars, empty_output(problem.q))
 
 

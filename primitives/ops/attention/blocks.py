@@ -26,12 +26,12 @@ MIN_ROWS = 8
 
 
 class Block(Recomputable):
-    """Those results for a problem that are wanted, as a function of its tensors."""
+    """The results for a problem that `output_mask` asks for, as a function of its tensors."""
 
-    def __init__(self, problem: Problem, function: Callable, kinds: str, wanted: Sequence[bool]) -> None:
+    def __init__(self, problem: Problem, function: Callable, kinds: str, output_mask: Sequence[bool]) -> None:
         self._names = [name for name in TENSORS if getattr(problem, name) is not None]
         self._options = problem._replace(**dict.fromkeys(TENSORS))
-        self._function, self._kinds, self._wanted = function, kinds, wanted
+        self._function, self._kinds, self._output_mask = function, kinds, output_mask
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """The results."""
@@ -39,7 +39,7 @@ class Block(Recomputable):
         # The caller's autocast has cast the arguments; inside, sums are of the dtype that they were widened to.
         with torch._C._DisableAutocast():
             results = self._function(Rows(problem))
-        found = zip(results, self._kinds, self._wanted, strict=True)
+        found = zip(results, self._kinds, self._output_mask, strict=True)
         return tuple(_unfolded(part, kind, problem) for part, kind, want in found if want)
 
     def of(self, problem: Problem) -> tuple[Tensor, ...]:
@@ -63,7 +63,7 @@ def in_blocks(
     problem: Problem,
     function: Callable[[Rows], Sequence[Tensor | None]],
     kinds: str,
-    wanted: Sequence[bool],
+    output_mask: Sequence[bool],
 ) -> tuple[Tensor, ...]:
     """`function` of all rows, in blocks, of which derivatives of every order keep the arguments alone.
 
@@ -72,15 +72,15 @@ def in_blocks(
         function: Results for some rows; None for those that are zero or not wanted.
         kinds: For each result the tensor that it is shaped like: `q` or `o`, `s` for a statistic of rows; `k`, to be
             multiplied by the scale, or `v` for a sum over rows; `b` for pairs, to be summed to the shape of the bias.
-        wanted: For each result, whether it is asked for.
+        output_mask: For each result, whether it is asked for.
 
     Returns:
         The results, in the dtype of q, statistics in that of sums.
     """
     results = [empty_output(problem.q) for _ in kinds]
-    places = [i for i, want in enumerate(wanted) if want]
+    places = [i for i, want in enumerate(output_mask) if want]
     if places:
-        found = _in_parts(_prepared(problem), function, kinds, wanted, 0)
+        found = _in_parts(_prepared(problem), function, kinds, output_mask, 0)
         for i, result in zip(places, found, strict=True):
             results[i] = _finished(result, kinds[i], problem)
     return tuple(results)
@@ -107,7 +107,7 @@ def _prepared(problem: Problem) -> Problem:
     return problem._replace(**new)
 
 
-def _in_parts(problem: Problem, function: Callable, kinds: str, wanted: Sequence[bool], axis: int) -> Sequence[Tensor]:
+def _in_parts(problem: Problem, function: Callable, kinds: str, output_mask: Sequence[bool], axis: int) -> list[Tensor]:
     """The results for a problem that is cut along `axis`, and axes after it up to the rows, to the size of blocks."""
     count, num_bytes = (problem.k if axis < problem.k.dim() - 2 else problem.q).shape[axis], problem.num_bytes
     is_last = axis == problem.k.dim() - 2
@@ -116,14 +116,14 @@ def _in_parts(problem: Problem, function: Callable, kinds: str, wanted: Sequence
         problems = _split(problem, axis, size)
     else:
         problems = [problem]
-    of_wanted = list(itertools.compress(kinds, wanted))
-    parts: list[list[Tensor]] = [[] for _ in of_wanted]
+    chosen = list(itertools.compress(kinds, output_mask))
+    parts: list[list[Tensor]] = [[] for _ in chosen]
     for part in problems:
         if is_last:
-            found = Block(part, function, kinds, wanted).of(part)
+            found = Block(part, function, kinds, output_mask).of(part)
         else:
-            found = _in_parts(part, function, kinds, wanted, axis + 1)
-        for kind, each, new in zip(of_wanted, parts, found, strict=True):
+            found = _in_parts(part, function, kinds, output_mask, axis + 1)
+        for kind, each, new in zip(chosen, parts, found, strict=True):
             if each and _is_sum(kind, problem, axis):
                 # At once: terms are as large as the sum.
                 each[0] = each[0] + new

@@ -14,7 +14,7 @@ C = S_dot - lse_dot, P_dot = P.C, H = Z.(o_bar v_dot^T + o_bar_dot v^T) and T = 
     dL/dv       = (P_dot.Z)^T o_bar + (P.Z)^T o_bar_dot           dL/dv_dot    = (P.Z)^T o_bar
     dL/dbias    = T                                               dL/dbias_dot = R
 
-of which `attention_pairing_p` returns those that are wanted:
+of which `attention_double_backward_p` returns what its `output_mask` asks for:
 
     vjp of the jvp       o_bar, lse_bar: the cotangents of o_dot and lse_dot; o_bar_dot = lse_bar_dot = 0
     vjp of the backward  the tangents: the cotangents of q_bar, k_bar, v_bar and bias_bar; o_bar_dot = lse_bar_dot = 0
@@ -53,13 +53,13 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["attention_pairing_p"]
+__all__ = ["attention_double_backward_p"]
 
-attention_pairing_p = Primitive(
-    "attention_pairing",
+attention_double_backward_p = Primitive(
+    "attention_double_backward",
     "(Tensor? o_bar, Tensor? lse_bar, Tensor? o_bar_dot, Tensor? lse_bar_dot, Tensor q, Tensor k, Tensor v,"
     " Tensor? bias, Tensor o, Tensor lse, Tensor? q_dot, Tensor? k_dot, Tensor? v_dot, Tensor? bias_dot,"
-    f" Tensor? o_dot, Tensor? lse_dot, {OPTIONS}, bool[] wanted)"
+    f" Tensor? o_dot, Tensor? lse_dot, {OPTIONS}, bool[] output_mask)"
     " -> (Tensor o_bar_bar, Tensor lse_bar_bar, Tensor q_bar, Tensor k_bar, Tensor v_bar, Tensor bias_bar,"
     " Tensor q_dot_bar, Tensor k_dot_bar, Tensor v_dot_bar, Tensor bias_dot_bar)",
     cached=("o", "lse", "o_dot", "lse_dot"),
@@ -70,10 +70,10 @@ attention_pairing_p = Primitive(
 # Reference.
 
 
-def pairing(problem: Problem, wanted: Sequence[bool]) -> tuple[Tensor, ...]:
+def double_backward(problem: Problem, output_mask: Sequence[bool]) -> tuple[Tensor, ...]:
     """The derivatives of L; o, lse, o_dot and lse_dot are computed where the problem does not have them."""
-    needs_t = any(wanted[i] for i in (2, 3, 5))
-    needs_r = any(wanted[i] for i in (2, 3, 6, 7, 9))
+    needs_t = any(output_mask[i] for i in (2, 3, 5))
+    needs_r = any(output_mask[i] for i in (2, 3, 6, 7, 9))
 
     def of_rows(rows: Rows) -> list[Tensor | None]:
         x, noise, (p, lse_dot, centered) = rows.x, rows.noise(), moving(rows)
@@ -81,7 +81,7 @@ def pairing(problem: Problem, wanted: Sequence[bool]) -> tuple[Tensor, ...]:
         noisy_p_dot = None if centered is None else noised(p * centered, noise)
         o = torch.bmm(noisy_p, x.v) if x.o is None else x.o
         o_dot = x.o_dot
-        if o_dot is None and (wanted[0] or needs_t):
+        if o_dot is None and (output_mask[0] or needs_t):
             o_dot = rows.plus(rows.plus(None, noisy_p, x.v_dot), noisy_p_dot, x.v)
         turned = turning(rows, o, noise) if needs_r or needs_t else None
         t = moved(rows, o, o_dot, centered, turned, noise) if needs_t else None
@@ -98,9 +98,9 @@ def pairing(problem: Problem, wanted: Sequence[bool]) -> tuple[Tensor, ...]:
             lambda: rows.plus(None, noisy_p.mT, x.o_bar),
             lambda: r,
         )
-        return [make() if want else None for make, want in zip(derivatives, wanted, strict=True)]
+        return [make() if want else None for make, want in zip(derivatives, output_mask, strict=True)]
 
-    return in_blocks(problem, of_rows, "osqkvbqkvb", wanted)
+    return in_blocks(problem, of_rows, "osqkvbqkvb", output_mask)
 
 
 def moved(
@@ -120,35 +120,35 @@ def moved(
     return torch.addcmul(total, centered, turned, out=rows.over(total))
 
 
-@attention_pairing_p.def_reference
-def _attention_pairing_reference(*args: Any) -> tuple[Tensor, ...]:
-    return pairing(*without_results(attention_pairing_p, args))
+@attention_double_backward_p.def_reference
+def _attention_double_backward_reference(*args: Any) -> tuple[Tensor, ...]:
+    return double_backward(*without_results(attention_double_backward_p, args))
 
 
-@attention_pairing_p.def_kernel("cpu")
-def _attention_pairing_cpu(*args: Any) -> tuple[Tensor, ...]:
-    return pairing(*problem_of(attention_pairing_p, args, in_place=True))
+@attention_double_backward_p.def_kernel("cpu")
+def _attention_double_backward_cpu(*args: Any) -> tuple[Tensor, ...]:
+    return double_backward(*problem_of(attention_double_backward_p, args, in_place=True))
 
 
-@attention_pairing_p.def_fake
-def _attention_pairing_fake(*args: Any) -> tuple[Tensor, ...]:
-    (q, k, v, bias), wanted = args[4:8], args[-1]
+@attention_double_backward_p.def_fake
+def _attention_double_backward_fake(*args: Any) -> tuple[Tensor, ...]:
+    (q, k, v, bias), output_mask = args[4:8], args[-1]
 
     def bars() -> list[Any]:
         return [*[empty_rows(x, x.shape[-1]) for x in (q, k, v)], None if bias is None else bias.new_empty(bias.shape)]
 
     made = (empty_rows(q, v.shape[-1]), empty_statistic(q), *bars(), *bars())
-    return tuple(x if want else empty_output(q) for x, want in zip(made, wanted, strict=True))
+    return tuple(x if want else empty_output(q) for x, want in zip(made, output_mask, strict=True))
 
 
 # Kernels.
 
-bind_kernels(attention_pairing_p, "attention.attention", "attention_pairing")
+bind_kernels(attention_double_backward_p, "attention.attention", "attention_double_backward")
 
 
 # The tangents of the backward are derivatives of L, too.
 
-second_order(attention_bwd_p, attention_jvp_p, None, attention_pairing_p)
+second_order(attention_bwd_p, attention_jvp_p, None, attention_double_backward_p)
 
 
 @attention_bwd_p.def_jvp
@@ -158,7 +158,8 @@ def _attention_bwd_jvp(residuals: Any, tangents: Any) -> tuple[Tensor, ...]:
     # o and lse move as the other arguments say: where their tangents are at hand, they are not computed again.
     if t.o is not None and t.lse is not None:
         dots |= {"o_dot": t.o, "lse_dot": t.lse}
-    return tuple(called(attention_pairing_p, residuals, (False, False, *residuals.wanted, *[False] * 4), **dots)[2:6])
+    mask = (False, False, *residuals.output_mask, *[False] * 4)
+    return tuple(called(attention_double_backward_p, residuals, mask, **dots)[2:6])
 
 
-batch_all(attention_pairing_p)
+batch_all(attention_double_backward_p)

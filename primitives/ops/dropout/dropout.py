@@ -66,7 +66,7 @@ bind_kernels(dropout_p, "dropout.dropout", "dropout_fwd")
 
 
 @dropout_p.def_vjp
-def _dropout_vjp(residuals: Any, cotangents: Any, wanted: Any) -> dict[str, Tensor]:
+def _dropout_vjp(residuals: Any, cotangents: Any, output_mask: Any) -> dict[str, Tensor]:
     r = residuals
     return {"x": dropout_p(cotangents.y, r.seed, r.offset, r.p, r.batch_ndim)}
 

@@ -38,8 +38,8 @@ cross_entropy_p = Primitive(
 )
 cross_entropy_bwd_p = Primitive(
     "cross_entropy_bwd",
-    "(Tensor? loss_bar, Tensor? lse_bar, Tensor x, Tensor target, Tensor lse, int dim, float smoothing, bool[] wanted)"
-    " -> (Tensor x_bar, Tensor target_bar)",
+    "(Tensor? loss_bar, Tensor? lse_bar, Tensor x, Tensor target, Tensor lse, int dim, float smoothing,"
+    " bool[] output_mask) -> (Tensor x_bar, Tensor target_bar)",
     residuals=("loss_bar", "lse_bar", "x", "target", "lse"),
     cached=("lse",),
     decomposable=True,
@@ -181,10 +181,10 @@ def _value(terms: Terms, call: Any) -> tuple[Tensor, Tensor]:
 def _cotangents(terms: Terms, call: Any) -> tuple[Tensor, Tensor]:
     u, v = terms.per_row(call.loss_bar, of_loss=True), terms.per_row(call.lse_bar, of_loss=False)
     x_bar, target_bar = empty_output(call.x), empty_output(call.x)
-    if call.wanted[0]:
+    if call.output_mask[0]:
         x_bar = terms.times(terms.probabilities(), terms.of_target(u) + v)
         x_bar = (x_bar if call.loss_bar is None else terms.less_target(x_bar, u)).to(call.x.dtype)
-    if call.wanted[1] and not terms.has_labels:
+    if call.output_mask[1] and not terms.has_labels:
         target_bar = ((call.smoothing - 1.0) * u * terms.log_p).to(call.target.dtype)
     return x_bar, target_bar
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 cross_entropy_bwd_jvp_p = Primitive(
     "cross_entropy_bwd_jvp",
     "(Tensor? loss_bar, Tensor? lse_bar, Tensor x, Tensor target, Tensor lse, Tensor? loss_bar_dot,"
-    " Tensor? lse_bar_dot, Tensor? x_dot, Tensor? target_dot, int dim, float smoothing, bool[] wanted)"
+    " Tensor? lse_bar_dot, Tensor? x_dot, Tensor? target_dot, int dim, float smoothing, bool[] output_mask)"
     " -> (Tensor x_bar_dot, Tensor target_bar_dot)",
     cached=("lse",),
     decomposable=True,
@@ -49,7 +49,7 @@ def _tangents_of_cotangents(terms: Terms, call: Any) -> tuple[Tensor, Tensor]:
     given = (call.loss_bar, call.lse_bar, call.loss_bar_dot, call.lse_bar_dot)
     u, v, u_dot, v_dot = (terms.per_row(bar, of_loss=i % 2 == 0) for i, bar in enumerate(given))
     p, keep, change, target_change = terms.probabilities(), 1.0 - call.smoothing, None, empty_output(call.x)
-    wants_target = call.wanted[1] and not terms.has_labels
+    wants_target = call.output_mask[1] and not terms.has_labels
     if wants_target:
         target_change = -keep * u_dot * terms.log_p
     a_dot = terms.of_target(u_dot) + v_dot
@@ -66,7 +66,7 @@ def _tangents_of_cotangents(terms: Terms, call: Any) -> tuple[Tensor, Tensor]:
         t_dot = keep * call.target_dot.contiguous().to(p.dtype)
         change = change + u * (p * t_dot.sum(call.dim, keepdim=True) - t_dot)
     return (
-        change.to(call.x.dtype) if call.wanted[0] else empty_output(call.x),
+        change.to(call.x.dtype) if call.output_mask[0] else empty_output(call.x),
         target_change.to(call.target.dtype) if wants_target else empty_output(call.x),
     )
 

@@ -53,7 +53,7 @@ linear_cross_entropy_p = Primitive(
 )
 linear_cross_entropy_bwd_p = Primitive(
     "linear_cross_entropy_bwd",
-    f"(Tensor? loss_bar, Tensor? lse_bar, {_ARGUMENTS}, Tensor lse, {_OPTIONS}, bool[] wanted) -> ({_BARS})",
+    f"(Tensor? loss_bar, Tensor? lse_bar, {_ARGUMENTS}, Tensor lse, {_OPTIONS}, bool[] output_mask) -> ({_BARS})",
     residuals=("loss_bar", "lse_bar", *_NAMES, "lse"),
     cached=("lse",),
     decomposable=True,
@@ -70,7 +70,7 @@ linear_cross_entropy_jvp_p = Primitive(
 linear_cross_entropy_bwd_jvp_p = Primitive(
     "linear_cross_entropy_bwd_jvp",
     f"(Tensor? loss_bar, Tensor? lse_bar, {_ARGUMENTS}, Tensor lse, Tensor? loss_bar_dot, Tensor? lse_bar_dot, {_DOTS},"
-    f" {_OPTIONS}, bool[] wanted) -> ({_BARS.replace('_bar', '_bar_dot')})",
+    f" {_OPTIONS}, bool[] output_mask) -> ({_BARS.replace('_bar', '_bar_dot')})",
     cached=("lse",),
     decomposable=True,
     namespace=NAMESPACE,
@@ -127,12 +127,12 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
 class _Sums:
     """Sums over the rows of all chunks, of the wanted parameters; in place where nothing is differentiated."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, wanted: Sequence[bool], *, in_place: bool) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, output_mask: Sequence[bool], *, in_place: bool) -> None:
         self._in_place = in_place
         # A product is added in the dtype of the weight: the sum of more than that would be the largest tensor of all.
-        self.weight = torch.zeros_like(weight.flatten(0, -2)) if wanted[1] else None
+        self.weight = torch.zeros_like(weight.flatten(0, -2)) if output_mask[1] else None
         self.bias = None
-        if wanted[2] and bias is not None:
+        if output_mask[2] and bias is not None:
             self.bias = torch.zeros_like(bias, dtype=torch.promote_types(bias.dtype, torch.float32))
 
     def add(self, h_bar: Tensor, x: Tensor, *, to_bias: bool = True) -> None:
@@ -184,12 +184,12 @@ def _bwd(
     softcap: float,
     smoothing: float,
     chunk_rows: int,
-    wanted: list[bool],
+    output_mask: list[bool],
     *,
     in_place: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    sums = _Sums(weight, bias, wanted, in_place=in_place)
-    mask = (any(wanted[:3]), wanted[3])
+    sums = _Sums(weight, bias, output_mask, in_place=in_place)
+    mask = (any(output_mask[:3]), output_mask[3])
 
     def of_chunk(rows: Tensor, labels: Tensor, u: Any, v: Any, row_lse: Tensor) -> tuple[Tensor, Tensor]:
         logits = _logits(rows, weight, bias, softcap, 1)
@@ -198,7 +198,7 @@ def _bwd(
             return empty_output(x), target_bar
         h_bar = logits.scaled(z_bar)
         sums.add(h_bar, rows)
-        return h_bar.flatten(1) @ weight.flatten(0, -2) if wanted[0] else empty_output(x), target_bar
+        return h_bar.flatten(1) @ weight.flatten(0, -2) if output_mask[0] else empty_output(x), target_bar
 
     # The tensors of a chunk end with its call, before the next one makes its own.
     parts = [of_chunk(*chunk) for chunk in _chunks(x, chunk_rows, target, loss_bar, lse_bar, lse)]
@@ -262,12 +262,12 @@ def _bwd_jvp(
     softcap: float,
     smoothing: float,
     chunk_rows: int,
-    wanted: list[bool],
+    output_mask: list[bool],
     *,
     in_place: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    sums = _Sums(weight, bias, wanted, in_place=in_place)
-    mask = (any(wanted[:3]), wanted[3])
+    sums = _Sums(weight, bias, output_mask, in_place=in_place)
+    mask = (any(output_mask[:3]), output_mask[3])
 
     def of_chunk(rows: Tensor, labels: Tensor, row_lse: Tensor, *chunk: Any) -> tuple[Tensor, Tensor]:
         u, v, u_dot, v_dot, rows_dot, labels_dot = chunk
@@ -287,7 +287,7 @@ def _bwd_jvp(
         sums.add(h_bar_dot, rows)
         if h_bar is not None and rows_dot is not None:
             sums.add(h_bar, rows_dot, to_bias=False)
-        if not wanted[0]:
+        if not output_mask[0]:
             return empty_output(x), target_bar_dot
         x_bar_dot = h_bar_dot.flatten(1) @ weight.flatten(0, -2)
         if h_bar is not None and weight_dot is not None:
@@ -329,8 +329,8 @@ def _batched(op: Primitive) -> None:
 
     @op.def_vmap
     def rule(batch: BatchInfo, primals: Any) -> tuple[Any, Any]:
-        wanted = getattr(primals, "wanted", (True, False, False, True))
-        if batch.is_batched(*params) or any(wanted[1:3]) or not batch.size:
+        output_mask = getattr(primals, "output_mask", (True, False, False, True))
+        if batch.is_batched(*params) or any(output_mask[1:3]) or not batch.size:
             # The products of a sample fill a device, or their sum is as large as the weight.
             return vmap_by_loop(op.spec, batch.size, "different", batch.axes, primals)
         folded, sizes = fold_batch(batch, primals, rows), (batch.size, -1)

@@ -9,7 +9,7 @@ s as it was rounded. s is the residual of the next layer. The sum is linear, so 
     vjp   residual_bar = P(y_bar * weight) + s_bar,      x_bar = residual_bar * noise
 
 and weight_bar and bias_bar are those of layer norm. All that is not linear is layer norm's: derivatives of second
-order are `layer_norm_pairing_p` and `layer_norm_bwd_jvp_p` between sums, and the references call layer norm's
+order are `layer_norm_double_backward_p` and `layer_norm_bwd_jvp_p` between sums, and the references call layer norm's
 primitives. Of x and residual nothing is kept.
 
 Shapes: x, residual, y and s are [*batch, *rest, *norm], all else as in `layer_norm`; seed is [*batch], int64. s has the
@@ -28,12 +28,12 @@ from primitives.ops.dropout.dropout import dropout_p
 from primitives.ops.norms.layer_norm import (
     layer_norm_bwd_jvp_p,
     layer_norm_bwd_p,
+    layer_norm_double_backward_p,
     layer_norm_jvp_p,
     layer_norm_p,
-    layer_norm_pairing_p,
     rows,
 )
-from primitives.ops.rules import accumulation_dtype, batch_rows, bind_kernels, cast_to_float32, empty_output, of_wanted
+from primitives.ops.rules import accumulation_dtype, batch_rows, bind_kernels, cast_to_float32, computed, empty_output
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -50,7 +50,7 @@ add_layer_norm_p = Primitive(
 add_layer_norm_bwd_p = Primitive(
     "add_layer_norm_bwd",
     "(Tensor y_bar, Tensor? s_bar, Tensor s, Tensor? weight, Tensor mean, Tensor rstd, Tensor? seed, float p,"
-    " int norm_ndim, int batch_ndim, float eps, bool centered, bool[] wanted)"
+    " int norm_ndim, int batch_ndim, float eps, bool centered, bool[] output_mask)"
     " -> (Tensor x_bar, Tensor residual_bar, Tensor weight_bar, Tensor bias_bar)",
     residuals=("y_bar", "s", "weight", "mean", "rstd", "seed"),
     cached=("mean", "rstd"),
@@ -137,9 +137,9 @@ def _add_layer_norm_bwd_reference(
     batch_ndim: int,
     eps: float,
     centered: bool,
-    wanted: list[bool],
+    output_mask: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    want_x, want_residual, *want_params = wanted
+    want_x, want_residual, *want_params = output_mask
     # In the dtype of sums, since what layer norm gives is added to before it is rounded.
     acc, options = accumulation_dtype(s.dtype), (norm_ndim, batch_ndim, eps, centered)
     given = (y_bar.to(acc), s.to(acc), _in(acc, weight), mean, rstd)
@@ -200,20 +200,20 @@ bind_kernels(add_layer_norm_fwd_jvp_p, "norms.add_layer_norm", "add_layer_norm_f
 
 
 @add_layer_norm_p.def_vjp
-def _add_layer_norm_vjp(residuals: Any, cotangents: Any, wanted: Any) -> dict[str, Tensor | None]:
+def _add_layer_norm_vjp(residuals: Any, cotangents: Any, output_mask: Any) -> dict[str, Tensor | None]:
     r, c = residuals, cotangents
     if c.y is None:
         return {"x": _noisy(c.s, r.seed, r.p, r.batch_ndim).to(r.y_dtype), "residual": c.s}
     # Without noise the two are one tensor.
-    is_shared = wanted.x and r.seed is None and r.y_dtype == r.s.dtype
-    mask = (wanted.x and not is_shared, wanted.residual or is_shared, wanted.weight, wanted.bias)
+    is_shared = output_mask.x and r.seed is None and r.y_dtype == r.s.dtype
+    mask = (output_mask.x and not is_shared, output_mask.residual or is_shared, output_mask.weight, output_mask.bias)
     given = (c.y, c.s, r.s, r.weight, r.mean, r.rstd, r.seed, r.p)
-    out = dict(zip(wanted._fields, add_layer_norm_bwd_p(*given, *_of_norm(r), mask), strict=False))
-    return _wanted({**out, "x": out["residual"] if is_shared else out["x"]}, wanted)
+    out = dict(zip(output_mask._fields, add_layer_norm_bwd_p(*given, *_of_norm(r), mask), strict=False))
+    return _masked({**out, "x": out["residual"] if is_shared else out["x"]}, output_mask)
 
 
-def _wanted(found: dict[str, Tensor | None], wanted: Any) -> dict[str, Tensor | None]:
-    return {name: bar for name, bar in found.items() if getattr(wanted, name)}
+def _masked(found: dict[str, Tensor | None], output_mask: Any) -> dict[str, Tensor | None]:
+    return {name: bar for name, bar in found.items() if getattr(output_mask, name)}
 
 
 @add_layer_norm_p.def_jvp
@@ -227,45 +227,45 @@ def _add_layer_norm_jvp(residuals: Any, tangents: Any) -> tuple[Tensor, Tensor]:
 
 
 @add_layer_norm_bwd_p.def_vjp
-def _add_layer_norm_bwd_vjp(residuals: Any, cotangents: Any, wanted: Any) -> dict[str, Tensor | None]:
+def _add_layer_norm_bwd_vjp(residuals: Any, cotangents: Any, output_mask: Any) -> dict[str, Tensor | None]:
     r = residuals
-    x_dot, residual_dot, *param_dots = of_wanted(cotangents, r.wanted)
+    x_dot, residual_dot, *param_dots = computed(cotangents, r.output_mask)
     s_dot = None
     if x_dot is not None or residual_dot is not None:
         s_dot = _added(residual_dot, x_dot, r.seed, r.p, r.batch_ndim, r.s)
     found: dict[str, Tensor | None] = {"s_bar": s_dot}
-    mask = (wanted.y_bar, wanted.s, wanted.weight)
+    mask = (output_mask.y_bar, output_mask.s, output_mask.weight)
     if any(mask):
         options = (*_of_norm(r), 0, (*mask, False, False, False))
         y_bar = _in(r.s.dtype, r.y_bar)
-        out = layer_norm_pairing_p(y_bar, r.s, r.weight, r.mean, r.rstd, s_dot, *param_dots, *options)
+        out = layer_norm_double_backward_p(y_bar, r.s, r.weight, r.mean, r.rstd, s_dot, *param_dots, *options)
         found |= {"y_bar": out[0].to(r.y_bar.dtype), "s": out[1], "weight": out[2]}
-    return _wanted(found, wanted)
+    return _masked(found, output_mask)
 
 
 @add_layer_norm_jvp_p.def_vjp
-def _add_layer_norm_jvp_vjp(residuals: Any, cotangents: Any, wanted: Any) -> dict[str, Tensor | None]:
+def _add_layer_norm_jvp_vjp(residuals: Any, cotangents: Any, output_mask: Any) -> dict[str, Tensor | None]:
     r, c = residuals, cotangents
-    moves = wanted.x_dot or wanted.residual_dot
+    moves = output_mask.x_dot or output_mask.residual_dot
     found: dict[str, Tensor | None] = {}
     s_dot_bar = c.s_dot
-    mask = (wanted.s, wanted.weight, moves, wanted.weight_dot, wanted.bias_dot)
+    mask = (output_mask.s, output_mask.weight, moves, output_mask.weight_dot, output_mask.bias_dot)
     if c.y_dot is not None and any(mask):
         given = (_in(r.s.dtype, c.y_dot), r.s, r.weight, r.mean, r.rstd, r.s_dot, r.weight_dot, r.bias_dot)
-        out = layer_norm_pairing_p(*given, *_of_norm(r), 0, (False, *mask))
+        out = layer_norm_double_backward_p(*given, *_of_norm(r), 0, (False, *mask))
         found = dict(zip(("s", "weight", "s_dot", "weight_dot", "bias_dot"), out[1:], strict=True))
         s_dot_bar = found.pop("s_dot") if s_dot_bar is None or not moves else s_dot_bar + found.pop("s_dot")
     if moves:
         found["residual_dot"] = s_dot_bar
-    if wanted.x_dot and s_dot_bar is not None:
+    if output_mask.x_dot and s_dot_bar is not None:
         found["x_dot"] = _noisy(s_dot_bar, r.seed, r.p, r.batch_ndim).to(r.y_dtype)
-    return _wanted(found, wanted)
+    return _masked(found, output_mask)
 
 
 @add_layer_norm_bwd_p.def_jvp
 def _add_layer_norm_bwd_jvp(residuals: Any, tangents: Any) -> tuple[Tensor | None, ...]:
     r, t = residuals, tangents
-    want_x, want_residual, *want_params = r.wanted
+    want_x, want_residual, *want_params = r.output_mask
     # The cotangent of s is added: where it alone moves, nothing else of the rows does.
     moves = t.s_bar is None or t.y_bar is not None or t.s is not None or t.weight is not None
     mask = ((want_x or want_residual) and moves, *want_params)

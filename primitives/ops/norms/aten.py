@@ -63,40 +63,41 @@ class RowsByAten(Norm):
         return found if self.centered else found.add_(self.rstd * self.mean_of(v))
 
     def bwd(
-        self, y_bar: Tensor, weight: Tensor | None, wanted: Sequence[bool], dtype: torch.dtype | None = None
+        self, y_bar: Tensor, weight: Tensor | None, output_mask: Sequence[bool], dtype: torch.dtype | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """By one call of ATen, where its sums are short."""
         has_sums, num_rows, channel_axes = (
-            wanted[1] or wanted[2],
+            output_mask[1] or output_mask[2],
             self.rstd.numel(),
             range(self.x.dim() - 3, self.x.dim() - 1),
         )
         is_short = self._cols().numel() <= LONGEST_ROW and not (has_sums and num_rows > MOST_ROWS)
         is_grouped = self.param_axes == list(channel_axes)
         if not (is_short and self.centered and (is_grouped or self.param_axes == self.norm_axes)):
-            return super().bwd(y_bar, weight, wanted, dtype)
+            return super().bwd(y_bar, weight, output_mask, dtype)
         shape = self.x.shape[-3:-1] if is_grouped else self._cols()
         scale = self.x.new_ones(shape, dtype=self.dtype) if weight is None and has_sums else weight
         scale = None if scale is None else scale.to(self.dtype).contiguous()
         by_aten = self._of_groups if is_grouped else self._aten
-        x_bar, weight_bar, bias_bar = _finished(self, by_aten(self.wide(y_bar), scale, wanted), weight, wanted, dtype)
-        return self.layout(x_bar) if wanted[0] else x_bar, weight_bar, bias_bar
+        bars = by_aten(self.wide(y_bar), scale, output_mask)
+        x_bar, weight_bar, bias_bar = _finished(self, bars, weight, output_mask, dtype)
+        return self.layout(x_bar) if output_mask[0] else x_bar, weight_bar, bias_bar
 
     def _cols(self) -> torch.Size:
         return self.x.shape[self.x.dim() - len(self.norm_axes) :]
 
-    def _aten(self, v: Tensor, weight: Tensor | None, wanted: Sequence[bool]) -> tuple[Tensor, ...]:
+    def _aten(self, v: Tensor, weight: Tensor | None, output_mask: Sequence[bool]) -> tuple[Tensor, ...]:
         rstd = self.rstd.contiguous()
         mean = self.mean.contiguous() if self.centered else torch.zeros_like(rstd)
         given = v.contiguous(), self.rest.contiguous(), self._cols(), mean, rstd
-        return torch.ops.aten.native_layer_norm_backward.default(*given, weight, weight, wanted)
+        return torch.ops.aten.native_layer_norm_backward.default(*given, weight, weight, output_mask)
 
-    def _of_groups(self, v: Tensor, weight: Tensor | None, wanted: Sequence[bool]) -> tuple[Any, ...]:
+    def _of_groups(self, v: Tensor, weight: Tensor | None, output_mask: Sequence[bool]) -> tuple[Any, ...]:
         groups, channels, positions = self.x.shape[-3:]
         sizes: Any = self.x.numel() // (groups * channels * positions), groups * channels, positions
         # Of three axes: of four ATen takes some for channels_last.
         flat = (t.contiguous().view(sizes) for t in (v, self.rest))
-        given = *flat, self.mean.contiguous(), self.rstd.contiguous(), weight, *sizes, groups, wanted
+        given = *flat, self.mean.contiguous(), self.rstd.contiguous(), weight, *sizes, groups, output_mask
         bars: Any = torch.ops.aten.native_group_norm_backward.default(*given)
         shapes = self.x.shape, (groups, channels), (groups, channels)
         return tuple(bar if bar is None else bar.view(like) for bar, like in zip(bars, shapes, strict=True))
@@ -112,13 +113,13 @@ class ChannelsByAten(Norm):
         return self._aten(v, None, (True, False, False))[0] if self._sums_within(*LONGEST_IN_P) else super().project(v)
 
     def bwd(
-        self, y_bar: Tensor, weight: Tensor | None, wanted: Sequence[bool], dtype: torch.dtype | None = None
+        self, y_bar: Tensor, weight: Tensor | None, output_mask: Sequence[bool], dtype: torch.dtype | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """By one call of ATen, where its sums are short."""
         if not self._sums_within(*LONGEST_CHANNEL):
-            return super().bwd(y_bar, weight, wanted, dtype)
+            return super().bwd(y_bar, weight, output_mask, dtype)
         scale = None if weight is None else weight.to(self.dtype).contiguous()
-        return _finished(self, self._aten(self.wide(y_bar), scale, wanted), weight, wanted, dtype)
+        return _finished(self, self._aten(self.wide(y_bar), scale, output_mask), weight, output_mask, dtype)
 
     def _sums_within(self, rows: int, image: int) -> bool:
         """Whether one call serves, and has no running sum over more than so many rows, or so large an image."""
@@ -129,14 +130,14 @@ class ChannelsByAten(Norm):
             return positions <= image
         return self.x.shape[0] * positions <= rows
 
-    def _aten(self, v: Tensor, weight: Tensor | None, wanted: Sequence[bool]) -> tuple[Tensor, ...]:
+    def _aten(self, v: Tensor, weight: Tensor | None, output_mask: Sequence[bool]) -> tuple[Tensor, ...]:
         weight = self.x.new_ones(self.x.shape[1], dtype=self.dtype) if weight is None else weight
         mean, rstd = (v.flatten().contiguous() for v in (self.mean, self.rstd))
         running = (None, None) if self.in_training else (mean, rstd.square().reciprocal_())
         # Where it lies right, as it is: strides of axes of size 1 show in the result as in torch's.
         x = self.x.contiguous(memory_format=memory_format(self.x, 0)).to(self.dtype)
         return torch.ops.aten.native_batch_norm_backward.default(
-            v, x, weight, *running, mean, rstd, self.in_training, 0.0, wanted
+            v, x, weight, *running, mean, rstd, self.in_training, 0.0, output_mask
         )
 
 
@@ -147,13 +148,13 @@ class RunningByAten(Running, ChannelsByAten):
 
 
 def _finished(
-    norm: Norm, bars: Sequence[Tensor], weight: Tensor | None, wanted: Sequence[bool], dtype: torch.dtype | None
+    norm: Norm, bars: Sequence[Tensor], weight: Tensor | None, output_mask: Sequence[bool], dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """ATen's cotangents in their dtypes, with stand-ins for the unwanted."""
+    """ATen's cotangents in their dtypes, with stand-ins for what `output_mask` leaves out."""
     dtype = dtype or (norm.dtype if weight is None else weight.dtype)
-    x_bar = bars[0].to(norm.x.dtype) if wanted[0] else empty_output(norm.x)
+    x_bar = bars[0].to(norm.x.dtype) if output_mask[0] else empty_output(norm.x)
     weight_bar, bias_bar = (
-        bar.to(dtype) if want else empty_output(norm.x) for bar, want in zip(bars[1:], wanted[1:], strict=True)
+        bar.to(dtype) if want else empty_output(norm.x) for bar, want in zip(bars[1:], output_mask[1:], strict=True)
     )
     return x_bar, weight_bar, bias_bar
 

@@ -99,18 +99,18 @@ def _batch_norm_by_aten(
     return y, batch_mean, rstd, *running
 
 
-derivatives = norm_map(batch_norm_p, "int batch_ndim, float eps", functools.partial(channels, of=ChannelsByAten))
-batch_norm_bwd_p, batch_norm_jvp_p, batch_norm_fwd_jvp_p, batch_norm_pairing_p, batch_norm_bwd_jvp_p = derivatives
+operators = norm_map(batch_norm_p, "int batch_ndim, float eps", functools.partial(channels, of=ChannelsByAten))
+batch_norm_bwd_p, batch_norm_jvp_p, batch_norm_fwd_jvp_p, batch_norm_double_backward_p, batch_norm_bwd_jvp_p = operators
 
 bind_kernels(batch_norm_p, "batch_norm.batch_norm", "batch_norm_train_fwd")
 bind_kernels(batch_norm_bwd_p, "batch_norm.batch_norm", "batch_norm_train_bwd")
 bind_kernels(batch_norm_jvp_p, "batch_norm.batch_norm", "batch_norm_train_jvp")
 bind_kernels(batch_norm_fwd_jvp_p, "batch_norm.batch_norm", "batch_norm_train_fwd_jvp")
-bind_kernels(batch_norm_pairing_p, "batch_norm.batch_norm", "batch_norm_pairing")
+bind_kernels(batch_norm_double_backward_p, "batch_norm.batch_norm", "batch_norm_double_backward")
 bind_kernels(batch_norm_bwd_jvp_p, "batch_norm.batch_norm", "batch_norm_bwd_jvp")
 
 # The batch multiplies the channels.
-batch_all(batch_norm_bwd_p, batch_norm_jvp_p, batch_norm_pairing_p, batch_norm_bwd_jvp_p, counter="batch_ndim")
+batch_all(batch_norm_bwd_p, batch_norm_jvp_p, batch_norm_double_backward_p, batch_norm_bwd_jvp_p, counter="batch_ndim")
 
 
 def batch_state(*ops: Primitive) -> None:

@@ -40,7 +40,7 @@ batch_norm_eval_p = Primitive(
 batch_norm_eval_bwd_p = Primitive(
     "batch_norm_eval_bwd",
     "(Tensor y_bar, Tensor x, Tensor? weight, Tensor running_mean, Tensor running_var, int batch_ndim, float eps,"
-    " bool[] wanted)"
+    " bool[] output_mask)"
     " -> (Tensor x_bar, Tensor weight_bar, Tensor bias_bar, Tensor running_mean_bar, Tensor running_var_bar)",
     decomposable=True,
 )
@@ -70,13 +70,13 @@ def _slopes(norm: Norm, weight: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def _cotangents(norm: Norm, call: Any) -> tuple[Tensor, ...]:
-    bars = norm.bwd(call.y_bar, call.weight, call.wanted[:3])
+    bars = norm.bwd(call.y_bar, call.weight, call.output_mask[:3])
     mean_bar, var_bar = empty_output(call.x), empty_output(call.x)
-    if call.wanted[3] or call.wanted[4]:
+    if call.output_mask[3] or call.output_mask[4]:
         (by_mean, by_var), y_bar = _slopes(norm, call.weight), norm.wide(call.y_bar)
-        if call.wanted[3]:
+        if call.output_mask[3]:
             mean_bar = (by_mean * norm.sums(y_bar, norm.dtype)).to(call.running_mean.dtype)
-        if call.wanted[4]:
+        if call.output_mask[4]:
             var_bar = (by_var * norm.sums(y_bar * norm.x_hat, norm.dtype)).to(call.running_var.dtype)
     return *bars, mean_bar, var_bar
 

@@ -28,14 +28,14 @@ from primitives._core import Primitive, value_and_jvp
 from primitives.ops.norms.batch_norm import (
     batch_norm_bwd_jvp_p,
     batch_norm_bwd_p,
+    batch_norm_double_backward_p,
     batch_norm_jvp_p,
     batch_norm_p,
-    batch_norm_pairing_p,
     batch_state,
 )
 from primitives.ops.norms.batch_norm_eval import batch_norm_eval_bwd_p, batch_norm_eval_jvp_p, batch_norm_eval_p
 from primitives.ops.norms.channels import contiguous_like
-from primitives.ops.rules import accumulation_dtype, batch_all, bind_kernels, empty_output, first_order, of_wanted
+from primitives.ops.rules import accumulation_dtype, batch_all, bind_kernels, computed, empty_output, first_order
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -180,15 +180,15 @@ batch_norm_relu_eval_p, *_ = _with_relu(
 
 
 @batch_norm_relu_bwd_p.def_vjp
-def _batch_norm_relu_bwd_vjp(residuals: Any, cotangents: Any, wanted: Any) -> dict[str, Tensor | None]:
-    r, mask = residuals, (wanted.y_bar, wanted.x, wanted.weight)
-    x_dot, passed_dot, *param_dots = of_wanted(cotangents, r.wanted)
+def _batch_norm_relu_bwd_vjp(residuals: Any, cotangents: Any, output_mask: Any) -> dict[str, Tensor | None]:
+    r, mask = residuals, (output_mask.y_bar, output_mask.x, output_mask.weight)
+    x_dot, passed_dot, *param_dots = computed(cotangents, r.output_mask)
     found: dict[str, Tensor | None] = {}
     if any(mask) and any(dot is not None for dot in (x_dot, *param_dots)):
         given = (through(r.y, r.y_bar), r.x, r.weight, r.mean, r.rstd, x_dot, *param_dots, r.batch_ndim, r.eps)
-        out = batch_norm_pairing_p(*given, (*mask, False, False, False))
+        out = batch_norm_double_backward_p(*given, (*mask, False, False, False))
         found = dict(compress(zip(("y_bar", "x", "weight"), out, strict=False), mask))
-    if wanted.y_bar:
+    if output_mask.y_bar:
         dots = [dot for dot in (found.get("y_bar"), passed_dot) if dot is not None]
         found["y_bar"] = through(r.y, sum(dots[1:], dots[0])) if dots else None
     return found
@@ -197,7 +197,7 @@ def _batch_norm_relu_bwd_vjp(residuals: Any, cotangents: Any, wanted: Any) -> di
 @batch_norm_relu_bwd_p.def_jvp
 def _batch_norm_relu_bwd_jvp(residuals: Any, tangents: Any) -> tuple[Tensor | None, ...]:
     r, t = residuals, tangents
-    want_x, want_residual, *want_params = r.wanted
+    want_x, want_residual, *want_params = r.output_mask
     passed, passed_dot = through(r.y, r.y_bar), None if t.y_bar is None else through(r.y, t.y_bar)
     given = (passed, r.x, r.weight, r.mean, r.rstd, passed_dot, t.x, t.weight, r.batch_ndim, r.eps)
     x_bar_dot, *param_dots = batch_norm_bwd_jvp_p(*given, (want_x, *want_params))
@@ -206,12 +206,12 @@ def _batch_norm_relu_bwd_jvp(residuals: Any, tangents: Any) -> tuple[Tensor | No
 
 
 @batch_norm_relu_jvp_p.def_vjp
-def _batch_norm_relu_jvp_vjp(residuals: Any, cotangents: Any, wanted: Any) -> dict[str, Tensor]:
+def _batch_norm_relu_jvp_vjp(residuals: Any, cotangents: Any, output_mask: Any) -> dict[str, Tensor]:
     r, names = residuals, ("x", "weight", "x_dot", "weight_dot", "bias_dot")
-    mask, passed = tuple([getattr(wanted, name) for name in names]), through(r.y, cotangents.y_dot)
-    found = {"residual_dot": passed} if wanted.residual_dot else {}
+    mask, passed = tuple([getattr(output_mask, name) for name in names]), through(r.y, cotangents.y_dot)
+    found = {"residual_dot": passed} if output_mask.residual_dot else {}
     if any(mask):
         dots, options = (r.x_dot, r.weight_dot, r.bias_dot), (r.batch_ndim, r.eps, (False, *mask))
-        out = batch_norm_pairing_p(passed, r.x, r.weight, r.mean, r.rstd, *dots, *options)
+        out = batch_norm_double_backward_p(passed, r.x, r.weight, r.mean, r.rstd, *dots, *options)
         found |= compress(zip(names, out[1:], strict=True), mask)
     return found

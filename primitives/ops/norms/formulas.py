@@ -25,9 +25,9 @@ Both first-order operators are partial derivatives of one scalar, the pairing of
 
     dL/d(x_dot, weight_dot, bias_dot) = (x_bar, weight_bar, bias_bar),        dL/d(y_bar) = y_dot
 
-so the vjp of either one is the gradient of L, and one operator, the pairing, serves double backward (vjp of the vjp)
-and the reverse-mode derivative of a jvp. With g = y_bar * weight, A = mean(x_dot * x_hat), B = mean(g * x_hat),
-S = mean(g * P(x_dot)), and a prime for the derivative of L with respect to what is primed,
+so the vjp of either one is the gradient of L, and one operator, `double_backward`, serves the vjp of the vjp and that
+of the jvp. With g = y_bar * weight, A = mean(x_dot * x_hat), B = mean(g * x_hat), S = mean(g * P(x_dot)), and a prime
+for the derivative of L with respect to what is primed,
 
     y_bar'  = P(x_dot) * weight + x_hat * weight_dot + bias_dot
     x'      = P(r - rstd * (B * x_dot + A * g)) - rstd * S * x_hat,        r = y_bar * weight_dot
@@ -164,16 +164,16 @@ class Norm:
         return self.result(self.scaled(x_hat, weight), *[] if bias is None else [self.param(bias)])
 
     def bwd(
-        self, y_bar: Tensor, weight: Tensor | None, wanted: Sequence[bool], dtype: torch.dtype | None = None
+        self, y_bar: Tensor, weight: Tensor | None, output_mask: Sequence[bool], dtype: torch.dtype | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Cotangents of x, weight and bias, these in `dtype`; without one in that of the weight."""
         y_bar = self.wide(y_bar)
         # A bias without a weight may be wider than x, so its sum is left wide; autograd casts to the dtype of the bias.
         dtype = dtype or (self.dtype if weight is None else weight.dtype)
         return (
-            self.result(self.project(self.scaled(y_bar, weight))) if wanted[0] else empty_output(self.x),
-            self.sums(y_bar * self.x_hat, dtype) if wanted[1] else empty_output(self.x),
-            self.sums(y_bar, dtype, wanted=wanted[2]),
+            self.result(self.project(self.scaled(y_bar, weight))) if output_mask[0] else empty_output(self.x),
+            self.sums(y_bar * self.x_hat, dtype) if output_mask[1] else empty_output(self.x),
+            self.sums(y_bar, dtype, wanted=output_mask[2]),
         )
 
     def jvp(
@@ -215,21 +215,21 @@ class Norm:
             of_x.append(self.project(sum(inner[1:], inner[0])))
         return of_x, of_weight
 
-    def pairing(
+    def double_backward(
         self,
         y_bar: Tensor,
         weight: Tensor | None,
         x_dot: Tensor | None,
         weight_dot: Tensor | None,
         bias_dot: Tensor | None,
-        wanted: Sequence[bool],
+        output_mask: Sequence[bool],
     ) -> tuple[Tensor, ...]:
         """Gradient of L in y_bar, x, weight, x_dot, weight_dot and bias_dot."""
-        y_bar_bar = self.jvp(weight, x_dot, weight_dot, bias_dot) if wanted[0] else []
+        y_bar_bar = self.jvp(weight, x_dot, weight_dot, bias_dot) if output_mask[0] else []
         return (
-            self.result(*y_bar_bar, wanted=wanted[0]),
-            *self.bwd_jvp(y_bar, weight, None, x_dot, weight_dot, (wanted[1], wanted[2], False))[:2],
-            *self.bwd(y_bar, weight, wanted[3:], self.x.dtype if weight is None else weight.dtype),
+            self.result(*y_bar_bar, wanted=output_mask[0]),
+            *self.bwd_jvp(y_bar, weight, None, x_dot, weight_dot, (output_mask[1], output_mask[2], False))[:2],
+            *self.bwd(y_bar, weight, output_mask[3:], self.x.dtype if weight is None else weight.dtype),
         )
 
     def bwd_jvp(
@@ -239,17 +239,17 @@ class Norm:
         y_bar_dot: Tensor | None,
         x_dot: Tensor | None,
         weight_dot: Tensor | None,
-        wanted: Sequence[bool],
+        output_mask: Sequence[bool],
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Tangents of the cotangents of x, weight and bias."""
         y_bar, y_bar_dot, x_dot = self.wide(y_bar), self.wide(y_bar_dot), self.wide(x_dot)
         dtype, of_x, of_weight = self.x.dtype if weight is None else weight.dtype, [], []
-        if wanted[0] or wanted[1]:
+        if output_mask[0] or output_mask[1]:
             of_x, of_weight = self.along(y_bar, weight, y_bar_dot, x_dot, weight_dot)
         return (
-            self.result(*of_x, wanted=wanted[0]),
-            self.sums(sum(of_weight[1:], of_weight[0]) if of_weight else None, dtype, wanted=wanted[1]),
-            self.sums(y_bar_dot, dtype, wanted=wanted[2]),
+            self.result(*of_x, wanted=output_mask[0]),
+            self.sums(sum(of_weight[1:], of_weight[0]) if of_weight else None, dtype, wanted=output_mask[1]),
+            self.sums(y_bar_dot, dtype, wanted=output_mask[2]),
         )
 
 

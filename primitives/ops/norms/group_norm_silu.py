@@ -53,7 +53,7 @@ group_norm_silu_p = Primitive(
 group_norm_silu_bwd_p = Primitive(
     "group_norm_silu_bwd",
     "(Tensor y_bar, Tensor x, Tensor? weight, Tensor? bias, Tensor mean, Tensor rstd, int batch_ndim, float eps,"
-    " int grouped, bool[] wanted) -> (Tensor x_bar, Tensor weight_bar, Tensor bias_bar)",
+    " int grouped, bool[] output_mask) -> (Tensor x_bar, Tensor weight_bar, Tensor bias_bar)",
     residuals=("y_bar", "x", "weight", "bias", "mean", "rstd"),
     cached=("mean", "rstd"),
     decomposable=True,
@@ -98,14 +98,14 @@ def _sloped(v: Tensor, z: Tensor) -> Tensor:
 def _cotangents(
     sloped: Any, norm: Any, norm_bwd: Any, y_bar: Tensor, x: Tensor, weight: Any, bias: Any, *args: Any
 ) -> Any:
-    mean, rstd, batch_ndim, eps, grouped, wanted = args
+    mean, rstd, batch_ndim, eps, grouped, output_mask = args
     wide, weight_wide, bias_wide = _wide(x, weight, bias)
     z = norm(wide, weight_wide, bias_wide, _NORM_NDIM, batch_ndim, eps, True, False, grouped)[0]
     z_bar = sloped(y_bar.to(wide.dtype), z)
-    bars = norm_bwd(z_bar, wide, weight_wide, mean, rstd, _NORM_NDIM, batch_ndim, eps, True, grouped, wanted)
+    bars = norm_bwd(z_bar, wide, weight_wide, mean, rstd, _NORM_NDIM, batch_ndim, eps, True, grouped, output_mask)
     dtypes = (x.dtype, *[wide.dtype if weight is None else weight.dtype] * 2)
     return tuple(
-        bar.to(dtype) if want else empty_output(x) for bar, dtype, want in zip(bars, dtypes, wanted, strict=True)
+        bar.to(dtype) if want else empty_output(x) for bar, dtype, want in zip(bars, dtypes, output_mask, strict=True)
     )
 
 
@@ -140,7 +140,7 @@ bind_kernels(group_norm_silu_fwd_jvp_p, "norms.layer_norm", "layer_norm_fwd_jvp"
 first_order(group_norm_silu_p, group_norm_silu_bwd_p, group_norm_silu_jvp_p)
 
 
-def _bwd_jvp(wanted: Sequence[bool], value: Callable[[str], Any]) -> tuple[Tensor, ...]:
+def _bwd_jvp(output_mask: Sequence[bool], value: Callable[[str], Any]) -> tuple[Tensor, ...]:
     """Tangents of the cotangents of x, weight and bias.
 
     In the dtype of sums: rounded in between, sums of many would be off by more than a rounding.
@@ -156,7 +156,7 @@ def _bwd_jvp(wanted: Sequence[bool], value: Callable[[str], Any]) -> tuple[Tenso
         terms.append(b * y_bar * z_dot)
     z_bar_dot = sum(terms[1:], terms[0]) if terms else None
     of_norm = (a * y_bar, x, weight, mean, rstd, z_bar_dot, x_dot, param_dots[0])
-    x_bar_dot, *param_bars_dot = layer_norm_bwd_jvp_p(*of_norm, *options, grouped, wanted)
+    x_bar_dot, *param_bars_dot = layer_norm_bwd_jvp_p(*of_norm, *options, grouped, output_mask)
     dtype = x.dtype if weight is None else given[1].dtype
     return x_bar_dot.to(given[0].dtype), *[bar.to(dtype) for bar in param_bars_dot]
 

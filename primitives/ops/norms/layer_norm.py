@@ -100,18 +100,18 @@ def _layer_norm_by_aten(x: Tensor, weight: Tensor | None, bias: Tensor | None, *
     return (y, mean.view(rest), rstd.view(rest)) if is_well_conditioned(mean, rstd) else None
 
 
-derivatives = norm_map(layer_norm_p, "int norm_ndim, int batch_ndim, float eps, bool centered, int grouped", rows)
-layer_norm_bwd_p, layer_norm_jvp_p, layer_norm_fwd_jvp_p, layer_norm_pairing_p, layer_norm_bwd_jvp_p = derivatives
+operators = norm_map(layer_norm_p, "int norm_ndim, int batch_ndim, float eps, bool centered, int grouped", rows)
+layer_norm_bwd_p, layer_norm_jvp_p, layer_norm_fwd_jvp_p, layer_norm_double_backward_p, layer_norm_bwd_jvp_p = operators
 
 bind_kernels(layer_norm_p, "norms.layer_norm", "layer_norm_fwd")
 bind_kernels(layer_norm_bwd_p, "norms.layer_norm", "layer_norm_bwd")
 bind_kernels(layer_norm_jvp_p, "norms.layer_norm", "layer_norm_jvp")
 bind_kernels(layer_norm_fwd_jvp_p, "norms.layer_norm", "layer_norm_fwd_jvp")
-bind_kernels(layer_norm_pairing_p, "norms.layer_norm_second_order", "layer_norm_pairing")
+bind_kernels(layer_norm_double_backward_p, "norms.layer_norm_second_order", "layer_norm_double_backward")
 bind_kernels(layer_norm_bwd_jvp_p, "norms.layer_norm_second_order", "layer_norm_bwd_jvp")
 
 # The batch becomes more rows, and where parameters have it too, one more batch axis.
-batch_rows(layer_norm_p, *derivatives)
+batch_rows(layer_norm_p, *operators)
 layer_norm_p.def_autocast("cuda")(cast_to_float32)
 
 

@@ -28,14 +28,14 @@ class NormMap(NamedTuple):
         bwd: Cotangents of x, weight and bias for y_bar.
         jvp: The tangent of y.
         fwd_jvp: Value and tangent.
-        pairing: The gradient of <y_bar, y_dot> in all of it.
+        double_backward: The gradient of <y_bar, y_dot> in all of it.
         bwd_jvp: The tangents of the cotangents.
     """
 
     bwd: Primitive
     jvp: Primitive
     fwd_jvp: Primitive
-    pairing: Primitive
+    double_backward: Primitive
     bwd_jvp: Primitive
 
 
@@ -55,8 +55,9 @@ def norm_map(value: Primitive, options: str, norm: Callable[..., Norm]) -> NormM
             f"{value.name}_{suffix}", schema, residuals=residuals, cached=("mean", "rstd"), decomposable=True
         )
 
+    masked = f"{options}, bool[] output_mask"
     ops = NormMap(
-        bwd=made("bwd", f"(Tensor y_bar, {_NORM}, {options}, bool[] wanted) -> ({_BARS})", "y_bar x weight mean rstd"),
+        bwd=made("bwd", f"(Tensor y_bar, {_NORM}, {masked}) -> ({_BARS})", "y_bar x weight mean rstd"),
         jvp=(
             jvp := made(
                 "jvp",
@@ -65,19 +66,20 @@ def norm_map(value: Primitive, options: str, norm: Callable[..., Norm]) -> NormM
             )
         ),
         fwd_jvp=value_and_jvp(value, jvp),
-        pairing=made(
-            "pairing",
-            f"(Tensor y_bar, {_NORM}, {_DOTS}, {options}, bool[] wanted) -> (Tensor y_bar_bar, Tensor x_bar,"
+        double_backward=made(
+            "double_backward",
+            f"(Tensor y_bar, {_NORM}, {_DOTS}, {masked}) -> (Tensor y_bar_bar, Tensor x_bar,"
             " Tensor weight_bar, Tensor x_dot_bar, Tensor weight_dot_bar, Tensor bias_dot_bar)",
         ),
         bwd_jvp=made(
             "bwd_jvp",
-            f"(Tensor y_bar, {_NORM}, Tensor? y_bar_dot, Tensor? x_dot, Tensor? weight_dot, {options}, bool[] wanted)"
+            f"(Tensor y_bar, {_NORM}, Tensor? y_bar_dot, Tensor? x_dot, Tensor? weight_dot, {masked})"
             " -> (Tensor x_bar_dot, Tensor weight_bar_dot, Tensor bias_bar_dot)",
         ),
     )
 
     get = attrgetter("x", *[option.split()[-1] for option in options.split(", ")])
+    every = attrgetter("y_bar", "weight", "x_dot", "weight_dot", "bias_dot", "output_mask")
 
     def on_cpu(call: Any) -> Norm | None:
         if call.x.numel() == 0 or not is_well_conditioned(call.mean, call.rstd):
@@ -87,10 +89,10 @@ def norm_map(value: Primitive, options: str, norm: Callable[..., Norm]) -> NormM
     def defined(op: Primitive, formula: Callable[[Norm, Any], Any]) -> None:
         define(op, formula, lambda call: norm(*get(call)), on_cpu)
 
-    defined(ops.bwd, lambda of, c: of.bwd(c.y_bar, c.weight, c.wanted))
+    defined(ops.bwd, lambda of, c: of.bwd(c.y_bar, c.weight, c.output_mask))
     defined(ops.jvp, lambda of, c: of.result(*of.jvp(c.weight, c.x_dot, c.weight_dot, c.bias_dot)))
-    defined(ops.pairing, lambda of, c: of.pairing(c.y_bar, c.weight, c.x_dot, c.weight_dot, c.bias_dot, c.wanted))
-    defined(ops.bwd_jvp, lambda of, c: of.bwd_jvp(c.y_bar, c.weight, c.y_bar_dot, c.x_dot, c.weight_dot, c.wanted))
+    defined(ops.double_backward, lambda of, c: of.double_backward(*every(c)))
+    defined(ops.bwd_jvp, lambda of, c: of.bwd_jvp(c.y_bar, c.weight, c.y_bar_dot, c.x_dot, c.weight_dot, c.output_mask))
     first_order(value, ops.bwd, ops.jvp)
-    second_order(ops.bwd, ops.jvp, ops.bwd_jvp, ops.pairing)
+    second_order(ops.bwd, ops.jvp, ops.bwd_jvp, ops.double_backward)
     return ops

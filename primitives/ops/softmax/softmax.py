@@ -16,7 +16,7 @@ Both operators are partial derivatives of one scalar, the pairing
 
     L = <y_bar, y_dot> = scale * (sum(y * y_bar * x_dot) - sum(y * y_bar) * sum(y * x_dot))
 
-whose gradient `softmax_pairing` returns. With respect to x_dot it is x_bar, to y_bar y_dot, and to y
+whose gradient `softmax_double_backward` returns. With respect to x_dot it is x_bar, to y_bar y_dot, and to y
 
     scale * (y_bar * (x_dot - sum(y * x_dot)) - x_dot * sum(y * y_bar))
 
@@ -127,12 +127,12 @@ softmax_bwd_p, softmax_jvp_p = _derivatives.ops["bwd"], _derivatives.ops["jvp"]
 
 
 @softmax_p.def_vjp
-def _softmax_vjp(residuals: Any, cotangents: Any, wanted: Any) -> dict[str, Tensor]:
+def _softmax_vjp(residuals: Any, cotangents: Any, output_mask: Any) -> dict[str, Tensor]:
     r, y_bar, found = residuals, cotangents.y, {}
-    if wanted.mask:
+    if output_mask.mask:
         found["mask"] = softmax_bwd_p(y_bar, r.y, r.dim, 1.0, r.mask_dtype)
-    if wanted.x:
-        is_same = wanted.mask and r.scale == 1.0 and r.x_dtype == r.mask_dtype
+    if output_mask.x:
+        is_same = output_mask.mask and r.scale == 1.0 and r.x_dtype == r.mask_dtype
         found["x"] = found["mask"] if is_same else softmax_bwd_p(y_bar, r.y, r.dim, r.scale, r.x_dtype)
     return found
 
