@@ -133,45 +133,6 @@ def test_state_outputs_are_constants():
 # Arguments and results of rules.
 
 
-def test_lists_of_tensors_are_differentiated():
-    """By rules, which may leave a list out, and by the decomposition where the value comes from a kernel."""
-
-    def reference(xs, weight):
-        return (xs[0] + 2 * xs[1]) * weight
-
-    rules = {
-        "vjp": lambda r, c, mask: (
-            {"xs": [c.y * r.weight, 2 * c.y * r.weight]} if any(mask.xs) else {"weight": c.y * reference(r.xs, 1)}
-        ),
-        "jvp": lambda r, t: sum(i * dot * r.weight for i, dot in enumerate(t.xs, 1) if dot is not None),
-        "reference": reference,
-    }
-    schema, xs, weight = "(Tensor[] xs, Tensor weight) -> Tensor y", [data(3), data(3, seed=1)], data(3, seed=2)
-    ruled = define(schema, rules=rules, residuals=("xs", "weight"))
-    decomposed = define(schema, rules={"reference": reference}, decomposable=True)
-    decomposed.def_kernel("cpu")(reference)
-    for op in (ruled, decomposed):
-        assert_close(grad(lambda a, op=op: op([a, xs[1]], weight).sum())(xs[0]), weight)
-        assert_close(grad(lambda w, op=op: op(xs, w).sum())(weight), xs[0] + 2 * xs[1])
-        assert_close(jvp(lambda b, op=op: op([xs[0], b], weight), (xs[1],), (xs[0],))[1], 2 * xs[0] * weight)
-
-
-@pytest.mark.parametrize("returns", ["(Tensor a, Tensor b)", "Tensor[]"])
-def test_none_among_the_tangents_of_several_outputs_is_zero(returns):
-    """In a loop over a batch too, of an operator with a list of flags."""
-    is_list = returns == "Tensor[]"
-    rules = {
-        "reference": lambda x, flags: [x.sin(), x.cos()] if is_list else (x.sin(), x.cos()),
-        "jvp": lambda r, t: ([None, -r.x.sin() * t.x],) if is_list else (None, -r.x.sin() * t.x),
-        "vjp": lambda r, c, output_mask: {"x": X},
-    }
-    op = define(f"(Tensor x, bool[] flags) -> {returns}", rules=rules, residuals=("x",))
-    for call in (lambda x: tuple(op(x, [True, False])), vmap(lambda x: tuple(op(x, [True, False])))):
-        a_dot, b_dot = jvp(call, (X,), (X,))[1]
-        assert_close(a_dot, torch.zeros_like(X))
-        assert_close(b_dot, -X.sin() * X)
-
-
 @pytest.mark.parametrize(
     "kind, result, error, words",
     [
@@ -203,3 +164,4 @@ def test_definitions_are_checked(schema, options, error, words):
     with pytest.raises(error, match=words):
         define(schema, **{"name": "bad", **options})
     assert registered_primitives()["primitives_test::power"] is power_p
+    assert repr(power_p) == "Primitive(primitives_test::power)"

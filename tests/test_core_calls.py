@@ -206,35 +206,3 @@ def test_write_back_writes_in_place_and_counts_a_version():
         write_back([values[0]], [targets[0]])
     grad(lambda x: (count_up(counter), x.sum())[1])(torch.ones(2))
     assert (counter.item(), counter._version) == (4, 1)
-
-
-def test_write_back_under_grad_reaches_what_lies_outside():
-    """`Tensor.copy_` does not: torch refuses it."""
-    targets = torch.zeros(4, 3).double()
-
-    def loss(x, target):
-        write_back([target], [x.detach().square()])
-        return x.square().sum()
-
-    assert_close(grad(loss)(data(3), targets[0]), 2 * data(3))
-    assert_close(targets[0], data(3).square())
-    assert_close(grad(lambda x: vmap(loss)(x, targets).sum())(data(4, 3)), 2 * data(4, 3))
-    assert_close(targets, data(4, 3).square())
-
-
-def test_write_back_under_vmap():
-    """Where samples would be lost nothing is written."""
-    target, value, single = data(4, 4), data(4, 4, seed=1), torch.zeros(4)
-
-    def written(value, *targets):
-        write_back(targets, [value] * len(targets))
-        return value
-
-    vmap(written, (None, 1), None)(value[0], target)
-    assert_close(target.T, value[0].expand(4, 4))
-    vmap(written, (1, 0))(value, target)
-    assert_close(target, value.T)
-    with pytest.raises(pr.MutationError, match=r"^vmap: .* has no batch axis\. Use the pure form"):
-        vmap(lambda v, t: written(v, t, single))(value, target)
-    vmap(lambda v: (write_back([single], [torch.ones(4)]), v)[1])(target)
-    assert (target._version, single.tolist()) == (2, [1.0] * 4)

@@ -9,30 +9,14 @@ import pytest
 import torch
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
-from torch.func import grad, jvp, vmap
 
 from perf.ops.samples import normal
+from primitives.testing import check_rule
 from tests.custom_ops import Affine, affine, arguments, cube, operator, plain_affine
 from tests.support import assert_close
 
 OVERLOAD = torch.ops.tests.affine.default
-
-
-def with_dict(function, weight, bias, x):
-    y, rest = function({"weight": weight, "bias": bias}, x)
-    return y * rest["mean"].unsqueeze(-1)
-
-
-def with_dataclass(function, weight, bias, x):
-    y, rest = function(Affine(weight, bias), x)
-    return y * rest["mean"].unsqueeze(-1)
-
-
-def without_bias(function, weight, bias, x):
-    return function(Affine(weight), x)[0] * bias
-
-
-FUNCTIONS = [with_dict, with_dataclass, without_bias]
+W, B, X = arguments()
 
 
 def compiled(function, *args):
@@ -48,40 +32,25 @@ def compiled(function, *args):
     return torch.compile(function, fullgraph=True, backend=backend)(*args), targets
 
 
-TRANSFORMS = {
-    "grad": lambda f: lambda w, b, x: grad(lambda x: f(w, b, x).sum())(x),
-    "jvp": lambda f: lambda w, b, x: jvp(lambda x: f(w, b, x), (x,), (x * 2,))[1],
-    "vmap": lambda f: lambda w, b, x: vmap(lambda x: f(w, b, x))(torch.stack([x, x + 1])),
-    "hvp": lambda f: lambda w, b, x: jvp(grad(lambda x: f(w, b, x).sin().sum()), (x,), (x,))[1],
-}
-CASES = [(lambda f: f, function) for function in FUNCTIONS] + [(t, with_dataclass) for t in TRANSFORMS.values()]
-
-
-@pytest.mark.parametrize("transform, function", CASES, ids=[*(f.__name__ for f in FUNCTIONS), *TRANSFORMS])
-def test_forward_and_backward_of_transforms(transform, function):
-    leaves = [value.requires_grad_() for value in arguments()]
-    actual, targets = compiled(transform(lambda *args: function(affine, *args)), *leaves)
-    expected = transform(lambda *args: function(plain_affine, *args))(*leaves)
-    assert transform in TRANSFORMS.values() or OVERLOAD in targets
-    assert_close(actual, expected, order=2)
-    for got, want in zip(
-        torch.autograd.grad(actual.sum(), leaves), torch.autograd.grad(expected.sum(), leaves), strict=True
-    ):
-        assert_close(got, want, order=3)
+@pytest.mark.parametrize("tree", [{"weight": W, "bias": B}, Affine(W, B), Affine(W)], ids=["dict", "node", "None"])
+def test_values_and_derivatives_come_from_graphs_with_the_operator(tree):
+    check_rule(affine, "compile against eager", (tree, X))
+    (y, _), targets = compiled(lambda x: affine(tree, x), X)
+    assert_close(y, plain_affine(tree, X)[0])
+    assert OVERLOAD in targets
 
 
 def test_static_arguments_and_trees_are_told_apart():
     """Each makes a graph of its own, and none of them answers for another."""
-    weight, bias, x = arguments()
 
     def function(params, x, eps):
         return affine(params, x, eps=eps)[0]
 
     torch._dynamo.reset()
     fast = torch.compile(function, fullgraph=True, backend="eager")
-    first, *others = {"weight": weight, "bias": bias}, {"weight": weight, "bias": None}, Affine(weight, bias)
+    first, *others = {"weight": W, "bias": B}, {"weight": W, "bias": None}, Affine(W, B)
     for params, eps in ((first, 0.0), (first, 1.0), *((params, 1.0) for params in others)):
-        assert_close(fast(params, x, eps), plain_affine(params, x, eps)[0])
+        assert_close(fast(params, X, eps), plain_affine(params, X, eps)[0])
     shaped = operator(lambda x, *, shape: x.reshape(shape) * 1, differentiate="reference")
     fast = torch.compile(lambda x: shaped(x, shape=x.shape), fullgraph=True, backend="eager")
     for rows in (2, 4):
@@ -89,7 +58,7 @@ def test_static_arguments_and_trees_are_told_apart():
     scaled = operator(lambda d: d["x"] * d["n"], differentiate="reference")
     fast = torch.compile(lambda x, n: scaled({"x": x, "n": n}), fullgraph=True, backend="eager")
     for number in (2, 3, 0.5):
-        assert_close(fast(x, number), x * number)
+        assert_close(fast(X, number), X * number)
 
 
 class Result(NamedTuple):
@@ -100,21 +69,22 @@ class Result(NamedTuple):
 
 
 def test_namedtuples_and_none_in_containers_are_compiled():
-    op, x = operator(lambda pair: Result(pair[0] * 2, pair[0].sum()), differentiate="reference"), arguments()[2]
-    assert_close(compiled(lambda x: op(Result(x, None)).y * op((x, x)).z, x)[0], x * 2 * x.sum())
+    op = operator(
+        lambda pair: Result(pair[0] * 2, None if pair[1] is None else pair[1].sum()), differentiate="reference"
+    )
+    assert_close(compiled(lambda x: (x if op(Result(x, None)).z is None else 0) * op((x, x)).z, X)[0], X * X.sum())
     op = operator(lambda tree: tree["a"] * (1 if tree["b"] is None else tree["b"]), differentiate="reference")
-    assert_close(compiled(lambda x: op(collections.OrderedDict(a=x, b=None)), x)[0], x)
-    assert_close(compiled(lambda x: op(collections.defaultdict(int, a=x, b=None)), x)[0], x)
+    assert_close(compiled(lambda x: op(collections.OrderedDict(a=x, b=None)), X)[0], X)
+    assert_close(compiled(lambda x: op(collections.defaultdict(int, a=x, b=None)), X)[0], X)
 
 
 def test_dynamic_batch_sizes_share_a_graph():
-    weight, bias, _ = arguments()
     torch._dynamo.reset()
     graphs = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-    fast = torch.compile(lambda x: with_dict(affine, weight, bias, x), fullgraph=True, backend=graphs, dynamic=True)
+    fast = torch.compile(lambda x: affine(Affine(W, B), x)[0], fullgraph=True, backend=graphs, dynamic=True)
     for size in (4, 5, 7):
         x = normal((size, 3), size)
-        assert_close(fast(x), with_dict(plain_affine, weight, bias, x))
+        assert_close(fast(x), plain_affine(Affine(W, B), x)[0])
     assert graphs.frame_count == 1
 
 
@@ -129,10 +99,10 @@ class Net(torch.nn.Module):
 @pytest.mark.filterwarnings("ignore:The given buffer is not writable:UserWarning")
 def test_export(tmp_path):
     """Without strict=True, which fails inside torch for every function that Dynamo may not trace (2.11 to 2.15)."""
-    net, x = Net(), arguments()[2]
+    net = Net()
     size = torch.export.Dim("size", min=2, max=64)
-    program = torch.export.export(net, (x,), dynamic_shapes=({0: size},), strict=False)
+    program = torch.export.export(net, (X,), dynamic_shapes=({0: size},), strict=False)
     assert OVERLOAD in {node.target for node in program.graph.nodes}
     torch.export.save(program, tmp_path / "net.pt2")
-    longer = torch.cat([x, x + 1])
+    longer = torch.cat([X, X + 1])
     assert_close(torch.export.load(tmp_path / "net.pt2").module()(longer), net(longer))

@@ -14,6 +14,7 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import primitives as pr
+from perf.ops.samples import DTYPES
 from tests.ops.norms.test_norms import randn
 
 functional = pr.functional
@@ -112,6 +113,15 @@ def test_cross_entropy_over_a_quarter_of_a_million_classes(kind):
     assert_close(loss(x).double(), truth, rtol=1e-6, atol=0)
     slope = ((wide - lse).exp() - true_target) / 2
     assert_close(grad(loss)(x).double(), slope, rtol=1e-4, atol=1e-11)
+
+
+@pytest.mark.parametrize("to", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.int32, torch.bool, torch.uint8], ids=str)
+def test_log_softmax_dtype_casts_the_input_first(dtype, to):
+    x = (seeded(4, 5) * 300).to(dtype)
+    ours, eps = functional.log_softmax(x, 1, dtype=to), torch.finfo(to).eps
+    assert ours.dtype == to
+    assert_close(ours.double(), F.log_softmax(x.to(to).double(), 1), rtol=2 * eps, atol=16 * eps)
 
 
 IMPLICIT = {"tree": lambda x: functional.log_softmax({"a": [x]})["a"][0], "module": lambda x: pr.nn.LogSoftmax()(x)}
