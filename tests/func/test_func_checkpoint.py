@@ -10,6 +10,7 @@ from torch.autograd import forward_ad
 import primitives as pr
 from perf.memory import peak
 from primitives.func import checkpoint, grad, hessian, jacrev, jvp, vmap
+from primitives.func._reached import Reached
 from primitives.tracing import PhiloxState, functionalize_rng, pure_module, trace_joint
 from tests.support import data
 
@@ -279,6 +280,11 @@ def test_attributes_of_captured_objects_are_known():
     held = Holder(data(4).requires_grad_())
     (x_bar,) = torch.autograd.grad(checkpoint(lambda x: x * held.x, X).sum(), held.x)
     torch.testing.assert_close(x_bar, X.sum_to_size(x_bar.shape))
+
+
+def test_globals_of_functions_of_this_package_are_not_searched():
+    """Thousands of objects lie behind them, which took ten seconds to look at."""
+    assert Reached([pr.functional.layer_norm], lambda x: True).described() == [("training", [])]
 
 
 def test_tensors_that_a_region_cannot_know_are_refused():
