@@ -1,5 +1,6 @@
 """The bench without a GPU: its check, its rows, who gets which GPU, and what becomes of a result."""
 
+import contextlib
 import itertools
 import json
 import math
@@ -63,9 +64,9 @@ def test_peers_of_attention_see_the_same_pairs():
     assert max(steps.errors(workload, "forward", sample, found).values()) <= steps.TOLERANCES["float32"]
 
 
-def measured(monkeypatch, ours=2.0, **results):
+def measured(monkeypatch, ours_is_right=True, **results):
     """Rows of providers whose steps return these numbers, of which one is right, on a clock of fixed times."""
-    us = {OURS: ours, "torch": 8.0, "liger": 4.0}
+    us = {OURS: 2.0, "torch": 8.0, "liger": 4.0}
     monkeypatch.setattr(test_bench, "SECONDS", 0.0)
     monkeypatch.setattr(
         test_bench, "samplers", lambda step, device: {"call_us": lambda: us.get(getattr(step, "name", ""), 1.0)}
@@ -82,7 +83,9 @@ def measured(monkeypatch, ours=2.0, **results):
 
     fixed = {"status": "error", "message": "", "tolerance": 0.1}
     rows = {n: {"workload": "w", "mode": "jvp", "provider": n, **fixed} for n in results}
-    measure(rows, CPU, make, lambda found: {name: abs(value - 1.0) for name, value in found.items()}, 16_000, 8_000)
+    fails = contextlib.nullcontext() if ours_is_right else pytest.raises(pytest.fail.Exception, match="w, jvp")
+    with fails:
+        measure(rows, CPU, make, lambda found: {name: abs(value - 1.0) for name, value in found.items()}, 16_000, 8_000)
     return rows
 
 
@@ -92,10 +95,8 @@ def test_who_is_wrong_or_raises_has_no_time_and_times_are_relative_to_torch_and_
     assert [row.get("call_us", {}).get("median") for row in rows.values()] == [2.0, 8.0, None, None]
     assert (rows[OURS]["vs_torch"]["median"], rows[OURS]["of_copy"], rows[OURS]["gbps"]) == (0.25, 0.5, 8.0)
     assert rows["apex"]["message"] == "RuntimeError: no | JVP"
-    test_bench.fail_if_ours_has_no_time(rows)
     for bad in (2.0, math.nan, RuntimeError("dead")):
-        with pytest.raises(pytest.fail.Exception, match="w, jvp"):
-            test_bench.fail_if_ours_has_no_time(measured(monkeypatch, **{OURS: bad, "torch": 1.0}))
+        assert measured(monkeypatch, False, **{OURS: bad, "torch": 1.0})["torch"]["status"] == "ok"
 
 
 def test_providers_take_turns_and_the_first_one_changes(monkeypatch):
