@@ -117,7 +117,8 @@ def audit(
         if not (findings or right or strict):
             findings = [Finding("nothing", (), (), dict(recorder.cuts), f"no operation was reached: {_UNCUT}")]
         if strict:
-            whole = Call(function, *mapped_nodes(_leaf, (args, dict(kwargs or {})), namespace), reached.modules)
+            again = mapped_nodes(_leaf, (args, dict(kwargs or {})), namespace)
+            whole = Call(function, again[0], again[1], reached.modules)
             judge = functools.partial(errors_of, order=order, namespace=namespace)
             if any(map(_is_old, functions)) or _is_refused(functools.partial(judge, whole, order=1)):
                 judge = functools.partial(judge, derivative=nested_by_autograd)
