@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from functorch.compile import make_boxed_func
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import primitives as pr
@@ -226,7 +227,7 @@ def test_export_fx_script_and_copies_are_those_of_torch():
 
 def _second(net, x):
     (gradient,) = torch.autograd.grad(perturbed_sum([net(x)]), x, create_graph=True)
-    return torch.autograd.grad(gradient.square().sum(), x)[0]
+    return torch.autograd.grad((gradient**2).sum(), x)[0]
 
 
 def test_what_stands_around_a_model():
@@ -291,13 +292,28 @@ def test_methods_of_a_subclass_take_no_part_in_formulas():
             assert self.label  # which results of operators have not
             return super().to(*args, **kwargs)
 
+        def square(self):
+            assert self.label
+            return super().square()
+
+    def by_forward_ad(f, x):
+        with forward_ad.dual_level():
+            return forward_ad.unpack_dual(f(forward_ad.make_dual(x, x.abs()))).tangent
+
+    def second(f, x):
+        return torch.func.jvp(torch.func.grad(lambda x: f(x).sum()), (x,), (x,))[1]
+
     x, labels = torch.randn(4, 3, dtype=torch.float64), torch.tensor([0, 1, 2, 0])
     with pr.repair_torch():
         found, expected = (
             _second(lambda x: F.layer_norm(x, (3,)).sin(), x.requires_grad_())
             for x in (x.as_subclass(Labeled), x.clone())
         )
-    torch.testing.assert_close(found.as_subclass(torch.Tensor), expected)
+        torch.testing.assert_close(found.as_subclass(torch.Tensor), expected)
+        for f in (lambda x: F.layer_norm(x, (3,)), torch.sinc, lambda x: x.pow(torch.arange(3))):
+            for derivative in (by_forward_ad, second):
+                found = derivative(f, x.detach().as_subclass(Labeled)).as_subclass(torch.Tensor)
+                torch.testing.assert_close(found, derivative(f, x.detach()))
     labeled = x.as_subclass(Labeled)
     labeled.label = "u"
     loss = pr.functional.cross_entropy(labeled, labels)

@@ -25,15 +25,8 @@ _KERNEL = re.compile(r"^(?:Autograd)?(?:CPU|CUDA): registered at (.*\.py):\d+", 
 _OURS, _TORCHS = Path(__file__).parents[1], Path(torch.__file__).parent
 
 
-def has_kernel(name: str, key: str) -> bool:
-    """Whether an operator, `"aten::det"`, has a kernel of its own for a dispatch key."""
-    return _C._dispatch_has_kernel_for_dispatch_key(name, key)
-
-
-def _others(name: str) -> set[str]:
-    """Files of Python that have registered a kernel for an operator, other than torch's and ours."""
-    files = {Path(path) for path in _KERNEL.findall(_C._dispatch_dump(name))}
-    return {str(path) for path in files if not {_OURS, _TORCHS} & set(path.parents)}
+# Whether an operator, `"aten::det"`, has a kernel of its own for a dispatch key.
+has_kernel = _C._dispatch_has_kernel_for_dispatch_key
 
 
 class Registrations:
@@ -72,7 +65,8 @@ class Registrations:
 
     def warn_of_others(self, names: Iterable[str], stacklevel: int) -> None:
         """Name packages that have kernels for operators, each once."""
-        others = {path for name in names for path in _others(name)} - self._noticed
+        files = {path for name in names for path in _KERNEL.findall(_C._dispatch_dump(name))}
+        others = {path for path in files if not {_OURS, _TORCHS} & {*Path(path).parents}} - self._noticed
         if others:
             self._noticed |= others
             warnings.warn(

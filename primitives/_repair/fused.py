@@ -47,19 +47,21 @@ def _served(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _layer_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float) -> Any:
-    shape = arguments.normalized_shape("layer_norm", shape)
-    arguments.layer_norm("layer_norm", "input", x, shape, weight=weight, bias=bias)
-    y, mean, rstd = layer_norm_p(x, weight_beside(bias, weight, x), bias, len(shape), 0, eps, True, False, 0)
-    rows = [*x.shape[: x.dim() - len(shape)], *[1] * len(shape)]
-    return y, mean.reshape(rows), rstd.reshape(rows)
+    y, mean, rstd = _norm_of_rows("layer_norm", x, shape, weight_beside(bias, weight, x), bias, eps)
+    return y, mean.reshape(rstd.shape), rstd
 
 
 def _rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None, eps: float | None) -> Any:
-    shape = arguments.normalized_shape("rms_norm", shape)
-    arguments.layer_norm("rms_norm", "input", x, shape, weight=weight)
     eps = torch.finfo(accumulation_dtype(x.dtype)).eps if eps is None else eps
-    y, _, rstd = layer_norm_p(x, weight, None, len(shape), 0, eps, False, False, 0)
-    return y, rstd.reshape([*x.shape[: x.dim() - len(shape)], *[1] * len(shape)])
+    y, _, rstd = _norm_of_rows("rms_norm", x, shape, weight, None, eps)
+    return y, rstd
+
+
+def _norm_of_rows(name: str, x: Tensor, shape: Any, weight: Any, bias: Any, eps: float) -> tuple[Tensor, ...]:
+    shape = arguments.normalized_shape(name, shape)
+    arguments.layer_norm(name, "input", x, shape, weight=weight, bias=bias)
+    y, mean, rstd = layer_norm_p(x, weight, bias, len(shape), 0, eps, name == "layer_norm", False, 0)
+    return y, mean, rstd.reshape([*x.shape[: x.dim() - len(shape)], *[1] * len(shape)])
 
 
 def _group_norm(
@@ -92,10 +94,6 @@ def _batch_norm(
     return y, *statistics
 
 
-def _batch_norm_without_running(x: Any, weight: Any, bias: Any, *options: Any) -> Any:
-    return _batch_norm(x, weight, bias, None, None, *options)
-
-
 def _cudnn_batch_norm(*args: Any) -> Any:
     outputs = _batch_norm(*args)
     return outputs if outputs is NotImplemented else (*outputs, args[0].new_zeros(0, dtype=torch.uint8))
@@ -125,7 +123,9 @@ FUSED: dict[OpOverload, Callable[..., Any]] = {
         aten.native_group_norm.default: _group_norm,
         aten.native_batch_norm.default: _batch_norm,
         aten._native_batch_norm_legit.default: _batch_norm,
-        aten._native_batch_norm_legit.no_stats: _batch_norm_without_running,
+        aten._native_batch_norm_legit.no_stats: lambda x, weight, bias, *rest: _batch_norm(
+            x, weight, bias, None, None, *rest
+        ),
         aten.cudnn_batch_norm.default: _cudnn_batch_norm,
         aten.miopen_batch_norm.default: _batch_norm,
         aten._scaled_dot_product_flash_attention_for_cpu.default: _flash_attention,

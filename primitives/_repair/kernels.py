@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map_only
 from primitives._audit.table import is_tabled, verdicts_of
 from primitives._core import backend
 from primitives._core.decomposition import decomposition_table, decomposition_table_for_jvp
+from primitives._repair import state
 from primitives._repair.dispatcher import NAMESPACES, has_kernel
 from primitives._repair.fused import FUSED, ON_CUDA_ALONE
 from primitives._repair.nodes import backward_name, backward_operators
@@ -59,10 +60,6 @@ _WIDER = {torch.float32: torch.float64, torch.complex64: torch.complex128}
 _NARROWER = {wide: narrow for narrow, wide in _WIDER.items()}
 
 
-def _has_double(args: Sequence[Any]) -> bool:
-    return any(isinstance(x, torch.Tensor) and x.dtype in _NARROWER for x in args)
-
-
 def _cast(values: Any, dtypes: dict[torch.dtype, torch.dtype]) -> Any:
     return tree_map_only(torch.Tensor, lambda x: x.to(dtypes.get(x.dtype, x.dtype)), values)
 
@@ -85,9 +82,8 @@ class Repair:
         reverse: Who differentiates a backward pass that is recorded: `"torch"`, which has it right, `"node"`, the
             backward operator of its node, or `"formula"`.
         is_wrong_at_once: Whether torch's first gradient can be wrong too.
-        waits_for: What has to come before its kernel is registered, so that plain code costs nothing until then:
-            `"transform"` or a tangent, a tangent by `"forward_ad"` alone, or nothing. That of a primitive on a GPU is
-            there from the start.
+        waits_for: What comes before its kernel is registered, and plain code costs nothing until then: a `"transform"`
+            or any tangent, one by `"forward_ad"`, or nothing. That of a primitive on a GPU is there from the start.
     """
 
     def __init__(self, operator: OpOverload) -> None:
@@ -112,7 +108,8 @@ class Repair:
         if self.waits_for == "forward_ad" and _functorch.peek_interpreter_stack() is not None:
             return NotImplemented
         # Not whether it is enabled: it is not inside operators that autocast runs in float32, and is behind them.
-        is_wide = self._multiplies and _autocast_depth() > 0 and not _has_double(args)
+        is_wide = self._multiplies and _autocast_depth() > 0
+        is_wide = is_wide and not any(isinstance(x, torch.Tensor) and x.dtype in _NARROWER for x in args)
         if is_wide:
             args, kwargs = _cast((args, kwargs), _WIDER)
         for formula in self._formulas:
@@ -152,7 +149,7 @@ def forward_kernel(repair: Repair, device: str, own: Callable[..., Any]) -> Call
             ):
                 return in_plain_code(keyset, *args, **kwargs)
         with repairing(name):
-            outputs = repair.formula(*args, **kwargs)
+            outputs = repair.formula(*map(state.without_subclass, args), **kwargs)
         return own(keyset, *args, **kwargs) if outputs is NotImplemented else outputs
 
     return kernel
@@ -160,13 +157,13 @@ def forward_kernel(repair: Repair, device: str, own: Callable[..., Any]) -> Call
 
 def inplace_name(repair: Repair) -> str | None:
     """Name of the operator that writes the result into its first argument, if there is one of the same arguments."""
+
+    def arguments(operator: OpOverload) -> list[tuple[str, str]]:
+        return [(argument.name, str(argument.type)) for argument in operator._schema.arguments]
+
     packet = getattr(torch.ops.aten, f"{repair.operator._opname}_", None)
     overloads = [] if packet is None else [getattr(packet, name) for name in packet.overloads()]
-    return next((own.name() for own in overloads if _arguments(own) == _arguments(repair.operator)), None)
-
-
-def _arguments(operator: OpOverload) -> list[tuple[str, str]]:
-    return [(argument.name, str(argument.type)) for argument in operator._schema.arguments]
+    return next((own.name() for own in overloads if arguments(own) == arguments(repair.operator)), None)
 
 
 def inplace_kernel(repair: Repair, own: Callable[..., Any]) -> Callable[..., Any]:
@@ -245,7 +242,7 @@ def _replaced(
     places = _places_of_edges(node, values) if places is None else places
     with repairing(repair.name), torch.enable_grad():
         # Views, so that what one argument has of another does not count twice.
-        views = [x.view_as(x) if _is_free(x) else x for x in values]
+        views = [state.without_subclass(x.view_as(x) if _is_free(x) else x) for x in values]
         outputs = repair.formula(*views[:count], **dict(zip(names[count:], views[count:], strict=True)))
     if outputs is NotImplemented:
         return None

@@ -23,7 +23,7 @@ from primitives._core import registered_primitives
 from primitives._core.decomposition import decomposition_table
 from primitives._core.fast_path import are_unwatched
 from primitives._repair.dispatcher import DEVICES, Registrations, has_kernel
-from primitives._repair.state import carries_tangent, is_active, is_repairing, is_traced, repairing
+from primitives._repair.state import carries_tangent, is_active, is_repairing, repairing, without_subclass
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -181,7 +181,7 @@ def _kernel(name: str, formula: Callable[..., Any], own: Callable[..., Any]) -> 
     is_wrong = _WRONG_AT_ONCE.get(name)
 
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        is_plain = forward_ad._current_level < 0 and peek() is None and not is_traced()
+        is_plain = forward_ad._current_level < 0 and peek() is None and not _C._len_torch_dispatch_stack()
         is_misread = mistakes_layouts and _is_one_sample_of_two_layouts(*args[:2])
         is_wrong_at_once = is_plain and is_wrong is not None and is_wrong(*args, **kwargs)
         if is_plain and not is_grad_enabled() and not (is_misread or is_wrong_at_once):
@@ -190,31 +190,20 @@ def _kernel(name: str, formula: Callable[..., Any], own: Callable[..., Any]) -> 
         is_ours = is_active() or (node is not None and node._sequence_nr() < _Recorded.until)
         if is_misread and is_ours:
             args = (torch.empty_like(args[1]).copy_(args[0]), *args[1:])
-        if not is_ours or is_repairing(name) or not (is_wrong_at_once or _is_differentiated(args, kwargs)):
+        if not is_ours or is_repairing(name):
             return own(keyset, *args, **kwargs)
-        # As in C++, no method and no `__torch_function__` of a subclass (PINA's LabelTensor) has a part in a formula.
-        with repairing(name), _C.DisableTorchFunctionSubclass():
-            return formula(*map(_without_subclass, args), **kwargs)
+        is_recorded = is_grad_enabled() and _C._any_requires_grad(*args, *kwargs.values())
+        if not (is_recorded or is_wrong_at_once or peek() is not None or carries_tangent(args, kwargs)):
+            return own(keyset, *args, **kwargs)
+        with repairing(name):
+            return formula(*map(without_subclass, args), **kwargs)
 
     return kernel
-
-
-def _without_subclass(value: Any) -> Any:
-    is_dispatched = (
-        type(value) is torch.Tensor or not isinstance(value, torch.Tensor) or _C._dispatch_keys(value).has("Python")
-    )
-    return value if is_dispatched else value.as_subclass(torch.Tensor)
 
 
 def _is_one_sample_of_two_layouts(y_bar: Tensor, x: Tensor) -> bool:
     """Whether torch's backward of a batch norm on the CPU reads `y_bar` by the strides of `x`, which differ."""
     return x.shape[0] == 1 and x.is_cpu and y_bar.stride() != x.stride()
-
-
-def _is_differentiated(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    if _functorch.peek_interpreter_stack() is not None or carries_tangent(args, kwargs):
-        return True
-    return torch.is_grad_enabled() and _C._any_requires_grad(*args, *kwargs.values())
 
 
 def install_backwards() -> None:

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._C import _functorch  # type: ignore[attr-defined] - no stub
 
 from primitives._core.autograd import tangents_possible, unpack_dual
+from primitives._core.fast_path import PLAIN_TYPES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["carries_tangent", "is_active", "is_repairing", "is_traced", "process", "repairing", "this_thread"]
-
-
-class _Process:
-    """Whether `repair_torch()` holds for every thread."""
-
-    is_repaired = False
+__all__ = [
+    "carries_tangent",
+    "is_active",
+    "is_repairing",
+    "process",
+    "repairing",
+    "this_thread",
+    "without_subclass",
+]
 
 
 class _Thread(threading.local):
@@ -30,7 +34,8 @@ class _Thread(threading.local):
     running: frozenset[tuple[str, int]] = frozenset()
 
 
-process, this_thread = _Process(), _Thread()
+# Whether `repair_torch()` holds for every thread.
+process, this_thread = SimpleNamespace(is_repaired=False), _Thread()
 
 
 def is_active() -> bool:
@@ -61,11 +66,14 @@ def is_repairing(name: str) -> bool:
 
 @contextlib.contextmanager
 def repairing(name: str) -> Iterator[None]:
-    """Context in which the formula of an operator runs: without autocast, which casts none of torch's own kernels."""
+    """Context in which the formula of an operator runs: without autocast, which casts none of torch's own kernels.
+
+    As in C++, no `__torch_function__` of a subclass (PINA's LabelTensor) takes part, and `without_subclass` no method.
+    """
     previous = this_thread.running
     this_thread.running = previous | {(name, _level())}
     try:
-        with contextlib.ExitStack() as stack:
+        with contextlib.ExitStack() as stack, torch._C.DisableTorchFunctionSubclass():
             for device in ("cpu", "cuda"):
                 if torch.is_autocast_enabled(device):
                     stack.enter_context(torch.autocast(device, enabled=False))
@@ -74,6 +82,14 @@ def repairing(name: str) -> Iterator[None]:
         this_thread.running = previous
 
 
-def is_traced() -> bool:
-    """Whether a mode sees the operators that run: a tracer, or fake tensors."""
-    return torch._C._len_torch_dispatch_stack() > 0
+def without_subclass(value: Any) -> Any:
+    """A tensor as one of torch's own class, but for those that the dispatcher knows: DTensors. Inside `repairing`."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    levels = [value]
+    while _functorch.is_functorch_wrapped_tensor(levels[-1]):
+        levels.append(_functorch.get_unwrapped(levels[-1]))
+    if {*map(type, levels)} <= PLAIN_TYPES or torch._C._dispatch_keys(levels[-1]).has("Python"):
+        return value
+    # Unlike one of `as_subclass`, the tangent of a view is a view.
+    return torch.Tensor.view_as(value, value)

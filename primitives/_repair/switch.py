@@ -91,9 +91,7 @@ class repair_torch(Decorates):  # noqa: N801 - used like a function, as torch.se
             self._was_repaired: bool | None = process.is_repaired
             # What `this_thread` has of each thread that has entered: a generator may end in another one.
             self._entered: list[dict[str, Any]] = []
-            if not is_active():
-                _compiled.begin()
-            _register()
+            _begin()
             _at_once.warn_of_others(repairs(), stacklevel=2)
             process.is_repaired = True
 
@@ -106,7 +104,7 @@ class repair_torch(Decorates):  # noqa: N801 - used like a function, as torch.se
         _refuse_to_compile()
         with _lock:
             if process.is_repaired:
-                _compiled.end()
+                _Compiled.frames_at_end = _Compiled.frames()
                 keep_repaired(math.inf)
             process.is_repaired = False
             if not _open_contexts:
@@ -117,11 +115,9 @@ class repair_torch(Decorates):  # noqa: N801 - used like a function, as torch.se
         """Begin on this thread alone."""
         _refuse_to_compile()
         with _lock:
-            if not is_active():
-                _compiled.begin()
+            _begin()
             self._leave_process()
             _open_contexts.append(1)
-            _register()
             this_thread.num_contexts += 1
             self._entered.append(vars(this_thread))
         return self
@@ -134,7 +130,7 @@ class repair_torch(Decorates):  # noqa: N801 - used like a function, as torch.se
             _open_contexts.pop()
             keep_repaired(None if own >= 0 else math.inf)
             if not is_active():
-                _compiled.end()
+                _Compiled.frames_at_end = _Compiled.frames()
 
     def __call__(self, function: _Function) -> _Function:
         """`function`, run inside the context."""
@@ -174,22 +170,19 @@ class _Compiled:
     Code that was compiled with the repair on is right without it too, and stays.
     """
 
-    def __init__(self) -> None:
-        self._frames_at_end = 0
+    frames_at_end = 0
 
-    def begin(self) -> None:
-        """Have Dynamo forget all code, if it has compiled some since the repair was on last."""
-        dynamo = sys.modules.get("torch._dynamo.convert_frame")
-        if dynamo is not None and self._frames_at_end != dynamo.FRAME_COUNTER:
-            torch._dynamo.reset()
-
-    def end(self) -> None:
-        """Take note of what has been compiled so far."""
-        dynamo = sys.modules.get("torch._dynamo.convert_frame")
-        self._frames_at_end = 0 if dynamo is None else dynamo.FRAME_COUNTER
+    @staticmethod
+    def frames() -> int:
+        """How many Dynamo has compiled so far."""
+        return getattr(sys.modules.get("torch._dynamo.convert_frame"), "FRAME_COUNTER", 0)
 
 
-_compiled = _Compiled()
+def _begin() -> None:
+    """Have Dynamo forget all code, if it has compiled some since the repair was on last, and register kernels."""
+    if not is_active() and _Compiled.frames_at_end != _Compiled.frames():
+        torch._dynamo.reset()
+    _register()
 
 
 def _register() -> None:
