@@ -1,85 +1,49 @@
 """What torch has no function for, or another one: in float64, with results in the dtypes that are documented."""
 
 import functools
-import math
 
 import torch
 import torch.nn.functional as F
 
 import primitives as pr
-from perf.ops.attention import seen_softmax, true_attention
+from perf.ops.attention import true_attention
 
 
 def _doubles(*values):
     return [x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in values]
 
 
-def _in_float64(function):
-    """A function of tensors in float64 with a result in the dtype of the first, and the writes of statistics."""
+def _of_the_reference(name):
+    """What the reference of this package computes in float64, which the records hold to the definition."""
 
     def compute(input, **options):
         wide = dict(zip(options, _doubles(*options.values()), strict=True))
-        y = function(input.double(), **wide)
-        for name, x in options.items():
-            if name.startswith("running") and x is not wide[name]:
-                x.copy_(wide[name])
-        return y.to(input.dtype)
+        # The input is rounded to the dtype that is asked for, and so is the result.
+        dtype = wide.pop("dtype", None) or input.dtype
+        if options.get("eps", 1) is None:
+            wide["eps"] = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
+        with pr.use_backend("reference"):
+            y = getattr(pr.functional, name)(input.to(dtype).double(), **wide)
+        for key, x in options.items():
+            if key.startswith("running") and x is not wide[key]:
+                x.copy_(wide[key])
+        return (y[0].to(dtype), y[1].to(options["residual"].dtype)) if isinstance(y, tuple) else y.to(dtype)
 
     return compute
 
 
-@_in_float64
-def group_norm(input, activation, **options):
-    return F.silu(F.group_norm(input, **options))
+ada_layer_norm, add_layer_norm, add_rms_norm = map(
+    _of_the_reference, ("ada_layer_norm", "add_layer_norm", "add_rms_norm")
+)
+batch_norm_relu, group_norm, softmax = map(_of_the_reference, ("batch_norm_relu", "group_norm", "softmax"))
+softmin = _of_the_reference("softmin")
 
 
-@_in_float64
-def batch_norm_relu(input, residual, **options):
-    y = F.batch_norm(input, **options)
-    return F.relu(y if residual is None else y + residual)
-
-
-@_in_float64
-def ada_layer_norm(input, scale, shift, normalized_shape, eps):
-    lead, last = scale.shape[: scale.dim() - len(normalized_shape)], list(normalized_shape)
-    w, b = (x.reshape(*lead, *[1] * (input.dim() - len(lead) - len(last)), *last) for x in (scale, shift))
-    return F.layer_norm(input, last, eps=eps) * (1 + w) + b
-
-
-def _added(norm, input, residual, dropout_p, training, **options):
-    """The sum is normalized as it was rounded; its dropout draws as `dropout` does."""
-    noise = pr.functional.dropout(torch.ones(input.shape, dtype=torch.float64), dropout_p, training)
-    s = (residual.double() + input.double() * noise).to(residual.dtype)
-    return norm(s.double(), input.dtype, **options).to(input.dtype), s
-
-
-def _layer_norm(s, dtype, normalized_shape, weight, bias, eps):
-    return F.layer_norm(s, normalized_shape, *_doubles(weight, bias), eps)
-
-
-def _rms_norm(s, dtype, normalized_shape, weight, eps, add_one, cast_first):
-    eps = torch.finfo(torch.promote_types(dtype, torch.float32)).eps if eps is None else eps
-    y = F.rms_norm(s, normalized_shape, None, eps)
-    y = y.to(dtype).double() if cast_first and weight is not None else y
-    return y if weight is None else y * (weight.double() + add_one)
-
-
-def rms_norm(input, **options):
-    return _rms_norm(input.double(), input.dtype, **options).to(input.dtype)
-
-
-add_layer_norm, add_rms_norm = (functools.partial(_added, norm) for norm in (_layer_norm, _rms_norm))
-
-
-def softmax(input, dim, dtype, scale, mask, **_):
-    x = scale * input.to(dtype or input.dtype).double()
-    if mask is not None:
-        hidden = ~mask if mask.dtype == torch.bool else mask == -math.inf
-        x = (x if mask.dtype == torch.bool else x + mask.double()).masked_fill(hidden, -math.inf)
-    return (x.softmax(dim) if mask is None else seen_softmax(x, dim)[0]).to(dtype or input.dtype)
-
-
-softmin = functools.partial(softmax, scale=-1.0)
+def rms_norm(input, normalized_shape, weight, eps, add_one, cast_first):
+    eps = torch.finfo(torch.promote_types(input.dtype, torch.float32)).eps if eps is None else eps
+    y = F.rms_norm(input.double(), normalized_shape, None, eps)
+    y = y.to(input.dtype).double() if cast_first and weight is not None else y
+    return (y if weight is None else y * (weight.double() + add_one)).to(input.dtype)
 
 
 def attention(q, k, v, bias, mask, **options):
