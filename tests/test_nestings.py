@@ -15,22 +15,17 @@ every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def positions_of(case, word, turn):
     """Which arguments a word differentiates in: None for all at once, else one position for each letter.
 
-    Every argument alone, so that rules see one tangent or cotangent only; and the input by one level, another argument
-    by the other. In order three these take turns, in order four the words do.
+    One argument by the outer levels, the input or the same by the inner ones: in order three these take turns, in order
+    four the words do. `tests/test_rules.py` has each set of arguments in order two.
     """
     order, count = len(word), len(case.perturbable(case.tiny))
-    if case.family and order > 2:
-        # Rules of third order are those of the op with these primitives, by another formula.
-        yield from [None] if order == 3 else []
-        return
-    if order == 2:
-        yield from ((a, b) for a in range(count) for b in range(count) if a == b or 0 in (a, b))
-    if order == 3:
+    if order == 3 and not case.family:
         others = [(0, 0, 0), *((other, inner, other) for other in range(1, count) for inner in (0, other))]
         yield others[turn % len(others)]
-    if order == 4 and turn % 2:
+    # Rules beyond second order are those of the op with these primitives, by another formula.
+    if order == 4 and turn % 2 and not case.family:
         yield 0, 0, 0, 0
-    if order < 4:
+    if order == 3:
         yield None
 
 
@@ -39,13 +34,10 @@ NESTINGS = [
     pytest.param(
         *(case, word, positions),
         id=f"{case.name}-{word}",
-        marks=[
-            *[pytest.mark.in_turns(i + j)] * (len(word) > 2),
-            *[pytest.mark.nightly] * (len(word) > 3 and (i + j + j // 8) % 16 != 5),
-        ],
+        marks=[pytest.mark.in_turns(i + j), *[pytest.mark.nightly] * (len(word) > 3 and (i + j + j // 8) % 16 != 5)],
     )
     for i, case in enumerate(CASES)
-    for j, word in enumerate(nestings(2, 3, 4))
+    for j, word in enumerate(nestings(3, 4))
     if (positions := [*positions_of(case, word, i + j + j // 8)])
 ]
 # Nightly those that the other takes by day: what the options change is the same in all.
