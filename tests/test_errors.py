@@ -75,7 +75,6 @@ CASES = {
         ),
         "one value": (batch_norm(ones(1, 4)), pr.ShapeError, ["more than 1 value", "got [1, 4]"]),
         "momentum None": (batch_norm(momentum=None), pr.DtypeError, ["momentum", "NoneType", "modules"]),
-        "eps zero": (batch_norm(eps=0.0), ValueError, ["eps", "positive", "got 0.0"]),
         "parameters": (
             batch_norm(X.to(BF16), weight=ones(4), bias=ones(4, dtype=BF16)), pr.DtypeError, ["weight and bias"],
         ),
@@ -164,7 +163,6 @@ IMAGES, ADDED = (
     {
         "shape": ((X, X, (3,)), {}, pr.ShapeError, r"input must have shape \[\*, 3\]"),
         "residual shape": ((X, X[:1], (4,)), {}, pr.ShapeError, r"residual must have shape \[3, 4\].*got \[1, 4\]"),
-        "p": ((X, X, (4,)), {"dropout_p": 1.5}, ValueError, r"dropout_p must be a probability"),
     },
 )
 OF_NORMS = {
@@ -182,12 +180,10 @@ OF_NORMS = {
         "groups": ((IMAGES, 3), {}, pr.ShapeError, "num_groups must be positive and divide"),
         "weight": ((IMAGES, 2, ones(2)), {}, pr.ShapeError, r"weight must have shape \[4\]"),
         "one value": ((IMAGES[:1, :, 0, 0], 4), {}, pr.ShapeError, "input must have more"),
-        "activation": ((IMAGES, 2), {"activation": "relu"}, ValueError, "activation must"),
     },
     "instance_norm": {
         "one position": ((IMAGES[..., :1, :1],), {}, pr.ShapeError, "input must have"),
         "one statistic": ((IMAGES, ones(4)), {}, pr.ShapeError, "running_mean and running_var"),
-        "eps": ((IMAGES,), {"eps": 0.0}, ValueError, "eps must be positive"),
     },
     "dropout": {"no number": ((X, float("nan")), {}, ValueError, "p must be a probability")},
 }

@@ -172,9 +172,7 @@ def test_a_batch_norm_and_a_relu_are_one_call_unless_somebody_sees_it():
 
 
 def test_calls_that_the_table_does_not_serve_run_as_they_are_written():
-    llama = pytest.importorskip(
-        "transformers.models.llama.modeling_llama", reason="not installed: run make test-models"
-    )
+    llama = modeling("llama")
     theirs = llama.LlamaRMSNorm(SIZE)
     ours, x = pr.nn.convert(copy.deepcopy(theirs)), normal((3, SIZE), 1).float()
     assert torch.equal(ours(hidden_states=x), theirs(x))
@@ -192,9 +190,7 @@ def test_calls_that_the_table_does_not_serve_run_as_they_are_written():
 
 
 def test_a_changed_text_or_a_subclass_is_left():
-    llama = pytest.importorskip(
-        "transformers.models.llama.modeling_llama", reason="not installed: run make test-models"
-    )
+    llama = modeling("llama")
 
     class Mine(llama.LlamaRMSNorm):
         pass
@@ -209,9 +205,7 @@ def test_a_changed_text_or_a_subclass_is_left():
 
 
 def test_a_converted_norm_compiles_into_one_graph():
-    llama = pytest.importorskip(
-        "transformers.models.llama.modeling_llama", reason="not installed: run make test-models"
-    )
+    llama = modeling("llama")
     model = pr.nn.convert(torch.nn.Sequential(torch.nn.Linear(SIZE, SIZE), llama.LlamaRMSNorm(SIZE))).double()
     x = normal((3, SIZE), 1)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
