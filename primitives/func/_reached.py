@@ -108,7 +108,7 @@ class Reached:
                 elif isinstance(x, types.FunctionType):
                     if not (x.__module__ or "").startswith(_OPAQUE):
                         stack += _next(x)
-                        names |= {} if _is_ours(x) else dict.fromkeys(_names(x.__code__))
+                        names |= dict.fromkeys(_names(x.__code__))
                 else:
                     stack += _next(x)
                     objects += [x] * _has_attributes(x)
@@ -220,7 +220,8 @@ def _next(x: Any) -> list[Any]:
     if isinstance(x, tuple):
         return list(x)
     if isinstance(x, types.FunctionType):
-        names = [] if _is_ours(x) else _globals(x.__code__)
+        # Thousands of objects lie behind those of this package's functions, and none is a user's.
+        names = [] if (x.__module__ or "").startswith("primitives.") else _globals(x.__code__)
         variables = [_Place(x.__globals__, name) for name in names if name in x.__globals__]
         defaults = [*(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values()]
         return [*variables, *(_Place(cell, _CELL) for cell in x.__closure__ or ()), *defaults]
@@ -228,11 +229,6 @@ def _next(x: Any) -> list[Any]:
     wrapped = getattr(x, "__wrapped__", None) if callable(x) and not isinstance(x, type) else None
     call = inspect.getattr_static(type(x), "__call__", None) if _has_attributes(x) else None
     return [each for each in (wrapped, call) if each is not None]
-
-
-def _is_ours(x: types.FunctionType) -> bool:
-    """Whether a function is of this package: others are in its closure at most, and thousands of objects behind it."""
-    return (x.__module__ or "").startswith("primitives.")
 
 
 def _codes(code: types.CodeType) -> list[types.CodeType]:

@@ -282,9 +282,11 @@ def test_attributes_of_captured_objects_are_known():
     torch.testing.assert_close(x_bar, X.sum_to_size(x_bar.shape))
 
 
-def test_globals_of_functions_of_this_package_are_not_searched():
-    """Thousands of objects lie behind them, which took ten seconds to look at."""
+def test_globals_of_functions_of_this_package_are_not_searched_and_what_they_hold_is():
+    """Thousands of objects lie behind the former, which took ten seconds to look at."""
     assert Reached([pr.functional.layer_norm], lambda x: True).described() == [("training", [])]
+    pure = pure_module(net := nn.Linear(3, 3))
+    assert Reached([lambda x: pure({}, {}, x)], lambda x: True).modules == [net]
 
 
 def test_tensors_that_a_region_cannot_know_are_refused():
