@@ -23,7 +23,7 @@ from primitives._core.errors import LeafError
 from primitives._core.recomputation import recomputed
 from primitives._core.trees.nodes import ARGUMENTS, registered
 from primitives.func._reached import Reached
-from primitives.func._region import Guard, Region
+from primitives.func._region import Guard, Region, once
 from primitives.tracing._leaves import Leaves
 
 if TYPE_CHECKING:
@@ -86,7 +86,6 @@ class _Site(Region):
         with torch.inference_mode(False), temporarily_clear_interpreter_stack():
             self._no_seed = torch.zeros((), dtype=torch.int64, device=self._device)
         names = self._names(args, kwargs)
-        owner.settings.fixed.update(names[len(names) - len(self._registered) :])
         self._compiled = Compiled(self, owner.settings, "value", [*names, SEED])
         # Those of a call are the arguments of every run.
         self._leaves = [None if isinstance(x, torch.Tensor) else x for x in self._leaves]
@@ -99,7 +98,10 @@ class _Site(Region):
         places = [each[0] for each in self._registered.values()]
         constants = [i for i, x in enumerate(self._leaves) if not isinstance(x, torch.Tensor)]
         self._given = [*zip(given.labels(constants), (self._leaves[i] for i in constants), strict=True)]
-        return [*names, *(f"{paths[owner]}.{name}".lstrip(".") for owner, _, name in places)]
+        registered = [f"{paths[owner]}.{name}".lstrip(".") for owner, _, name in places]
+        self._owner.settings.fixed.update(registered)
+        # An argument that is a parameter has the name of that.
+        return [*dict(zip(self._numbers, [*names, *registered], strict=True)).values()]
 
     def _look(self, roots: list[Any]) -> Reached:
         return Reached([*roots, *(x for x in self._leaves if not isinstance(x, torch.Tensor))], lambda x: True)
@@ -124,15 +126,19 @@ class _Site(Region):
             self.is_random = self.is_random or mode.has_drawn
             return results
 
-    def now(self) -> list[Tensor] | None:
-        """What the function reaches, or `None` if that, or torch's state, is not what it was."""
+    def now(self, given: list[Tensor]) -> list[Tensor] | None:
+        """Each tensor of the arguments and of what is reached, or `None` if these, or torch's state, are other ones."""
         has_modes = _C._len_torch_function_stack() or self._modes
         if not self._state.check() or (has_modes and tuple(_modes()) != self._modes):
             return None
-        return self.reached.tensors()
+        reached = self.reached.tensors()
+        if reached is None:
+            return None
+        tensors, numbers = once(given + reached)
+        return tensors if numbers == self._numbers else None
 
     def run(self, tensors: list[Tensor], seed: Tensor | None = None) -> Any:
-        """The output, for the tensors of the arguments and those reached."""
+        """The output, for what `now` has found."""
         if seed is None:
             seed = self.drawn() if self.is_random else self._no_seed
         tensors.append(seed)
@@ -208,19 +214,19 @@ class CompiledFunction:
         except TypeError:
             raise _unhashable(fn, args, kwargs) from None
         for site in sites:
-            reached = site.now()
-            if reached is not None:
-                return site.run(tensors + reached)
+            found = site.now(tensors)
+            if found is not None:
+                return site.run(found)
         return self._first(key, args, kwargs, tensors)
 
     def _first(self, key: Any, args: tuple, kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
         """The first call of its kind; the site is kept if it succeeds."""
         with LOCK:
             site = _Site(self, args, kwargs)
-            reached = site.now()
-            if reached is None:
+            found = site.now(tensors)
+            if found is None:
                 raise RuntimeError("compile: another thread changes what the function reaches.")
-            output = site.run(tensors + reached, site.drawn_aside())
+            output = site.run(found, site.drawn_aside())
             if site.is_random:
                 # What was drawn aside counts now.
                 site.drawn()

@@ -64,7 +64,7 @@ class Reached:
     Attributes:
         modules: The modules that are found.
         owners: With those inside.
-        places: Where tensors are that are no parameters and buffers of these modules.
+        places: Where variables and attributes hold tensors.
         registered: Each parameter and buffer once, with all places where it is registered.
     """
 
@@ -81,11 +81,6 @@ class Reached:
                 for name, value in getattr(owner, registry).items():
                     if value is not None:
                         self.registered.setdefault(value, []).append((owner, registry, name))
-        # Variables that hold a parameter or buffer of a module, as `list(net.parameters())` does: the same tensor.
-        numbers = {id(x): k for k, x in enumerate(self.registered)}
-        found = [(place, numbers.get(id(place.get()))) for place in self.places]
-        self.places = [place for place, k in found if k is None]
-        self._shared = [(place, k) for place, k in found if k is not None]
         self._reads = [places[0] for places in self.registered.values()]
         self._ties = [places for places in self.registered.values() if len(places) > 1]
         self._state = self._state_now()
@@ -154,9 +149,6 @@ class Reached:
             first, *others = (getattr(owner, registry).get(name) for owner, registry, name in places)
             if any(x is not first for x in others):
                 return None
-        for place, k in self._shared:
-            if place.get() is not found[len(self.places) + k]:
-                return None
         for x in found:
             if not isinstance(x, torch.Tensor):
                 return None
@@ -184,13 +176,12 @@ class Reached:
             say([*(str(place.key) for place, _ in changed), *(name for _, name, _ in others)])
 
     @contextlib.contextmanager
-    def holding(self, values: Sequence[Tensor], registered: Sequence[Tensor]) -> Iterator[None]:
-        """Context in which `places` hold other values, and variables these parameters and buffers."""
-        pairs = [*zip(self.places, values, strict=True), *((place, registered[k]) for place, k in self._shared)]
-        outermost = [place.outermost for place, _ in pairs]
+    def holding(self, values: Sequence[Tensor]) -> Iterator[None]:
+        """Context in which `places` hold other values."""
+        outermost = [place.outermost for place in self.places]
         originals = [place.get() for place in outermost]
         try:
-            for place, value in pairs:
+            for place, value in zip(self.places, values, strict=True):
                 place.put(value)
             yield
         finally:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     Context = Callable[[], contextlib.AbstractContextManager]
 
-__all__ = ["Guard", "Region"]
+__all__ = ["Guard", "Region", "once"]
 
 _write_back = torch.ops.primitives.write_back.default
 
@@ -41,8 +41,9 @@ class Region(Recomputable):
     """A function with its arguments, as a function `(*tensors) -> tensors`; every run but the first is a repetition.
 
     `tensors` are those of the arguments, then what `fn` captures, then parameters and buffers of the modules that it
-    reaches. `changed` are the places among them of buffers that `fn` changes, whose new values come last in the result;
-    `constants` the places there of those that are running statistics of a norm, constant to every derivative.
+    reaches; each once, wherever `fn` finds it. `changed` are the places among them of buffers that `fn` changes, whose
+    new values come last in the result; `constants` the places there of those that are running statistics of a norm,
+    constant to every derivative.
     """
 
     def __init__(self, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> None:
@@ -52,7 +53,9 @@ class Region(Recomputable):
         self._reached = self._look([fn])
         self._owners, self._registered = self._reached.owners, self._reached.registered
         captured = [place.get() for place in self._reached.places]
-        self.tensors = [*(self._leaves[i] for i in self._places), *captured, *self._registered]
+        found = [*(self._leaves[i] for i in self._places), *captured, *self._registered]
+        self._start = len(found) - len(self._registered)
+        self.tensors, self._numbers = once(found)
         self._changed: list[int] = []
         self._constants: frozenset[int] = frozenset()
         self._again: list[Context] | None = None
@@ -72,7 +75,7 @@ class Region(Recomputable):
     @property
     def changed(self) -> Sequence[int]:
         """Known after the first run."""
-        return self._changed
+        return [self._numbers[i] for i in self._changed]
 
     @property
     def constants(self) -> frozenset[int]:
@@ -86,8 +89,8 @@ class Region(Recomputable):
             again = self._surroundings(tensors) if is_first else []
             for make in self._again or ():
                 stack.enter_context(make())
-            start = len(self._places) + len(self._reached.places)
-            used = stack.enter_context(self._lent(tensors))
+            start = self._start
+            found, used = stack.enter_context(self._lent(tensors))
             stack.enter_context(replaying_checkpoints(self._moment(tensors)))
             if self._is_repaired:
                 stack.enter_context(repaired_thread())
@@ -96,7 +99,7 @@ class Region(Recomputable):
             if is_first:
                 stack.enter_context(self._watch([*tensors, *used]))
             leaves = list(self._leaves)
-            for i, x in zip(self._places, tensors, strict=False):
+            for i, x in zip(self._places, found, strict=False):
                 leaves[i] = x
             inner: Any = self._treespec.unflatten(leaves)
             results, out_treespec = flattened(self._fn(*inner[0], **inner[1]), RESULTS)
@@ -113,19 +116,21 @@ class Region(Recomputable):
                 places = list(self._registered.values())
                 self._constants = frozenset(
                     len(self._out_places) + k
-                    for k, i in enumerate(self.changed)
+                    for k, i in enumerate(self._changed)
                     if all(isinstance(owner, _NormBase) for owner, _, _ in places[i - start])
                 )
-            return *(results[i] for i in self._out_places), *(current[i - start] for i in self.changed)
+            return *(results[i] for i in self._out_places), *(current[i - start] for i in self._changed)
 
     @contextlib.contextmanager
-    def _lent(self, tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-        """Context in which captured tensors, parameters and copies of buffers are in their places; the latter two."""
-        start = len(self._places) + len(self._reached.places)
+    def _lent(self, tensors: Sequence[Tensor]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+        """Context in which all that is reached is in its places: arguments and captured tensors, those of modules."""
+        numbers = self._numbers[self._start :]
         with attributes_kept(self._owners):
-            used = self._put(tensors[start:])
-            with self._reached.holding(tensors[len(self._places) : start], used):
-                yield used
+            used = self._put([tensors[k] for k in numbers])
+            registered = dict(zip(numbers, used, strict=True))
+            found = [registered.get(k, tensors[k]) for k in self._numbers[: self._start]]
+            with self._reached.holding(found[len(self._places) :]):
+                yield found, used
 
     def _moment(self, tensors: Sequence[Tensor]) -> Callable[[bool], Context | None]:
         """Tells regions of torch's checkpoint that begin in this run what they find when they are computed again."""
@@ -158,18 +163,27 @@ class Region(Recomputable):
         if not self.changed and self._is_bare:
             return results[0]
         tensors = self.tensors if tensors is None else tensors
-        start, registered = len(self._places) + len(self._reached.places), [*self._registered.values()]
         leaves, count = list(self._out_leaves), len(self._out_places)
         for i, y in zip(self._out_places, results, strict=False):
             leaves[i] = y
-        for i, new in zip(self.changed, results[count:], strict=True):
-            old = tensors[i]
+        registered = [*self._registered.values()]
+        for i, new in zip(self._changed, results[count:], strict=True):
+            old = tensors[self._numbers[i]]
             if new.requires_grad or new.shape != old.shape or new.dtype != old.dtype:
-                for owner, registry, name in registered[i - start]:
+                for owner, registry, name in registered[i - self._start]:
                     getattr(owner, registry)[name] = new
             else:
                 _write_back([old], [new])
         return self._out_treespec.unflatten(leaves)
+
+
+def once(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[int]]:
+    """Each tensor once, and for each of `tensors` its number there."""
+    found = {id(x): x for x in tensors}
+    if len(found) == len(tensors):
+        return [*tensors], [*range(len(tensors))]
+    numbers = {key: k for k, key in enumerate(found)}
+    return [*found.values()], [numbers[id(x)] for x in tensors]
 
 
 def _is_written(x: Tensor, version: int) -> bool:

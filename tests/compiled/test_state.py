@@ -240,3 +240,33 @@ def test_a_variable_that_holds_parameters_of_a_module_holds_those_of_the_call(ma
     net[0].weight = nn.Parameter(2 * net[0].weight.detach())
     with pytest.raises(RuntimeError, match="not have been used"):
         step(X)
+
+
+def test_a_tensor_that_is_reached_twice_is_one():
+    """As an argument beside its module, as two arguments, and in two variables; another tensor is another program."""
+    net, other = mlp(), data(5, 3, seed=6).requires_grad_()
+    held, again = [other], other
+
+    def loss(w, x):
+        y = net(x).square().sum() + (held[0].sin() * x[:5]).sum()
+        found = torch.autograd.grad(y, [w, again], create_graph=True, materialize_grads=True)
+        return sum(g.square().sum() for g in found) + w.sum()
+
+    step = plainly(loss)
+    for w in (net[0].weight, other, net[0].weight.detach().requires_grad_(), net[0].weight):
+        inputs = [w, other, *net.parameters()]
+        found, truth = (torch.autograd.grad(f(w, X), inputs, materialize_grads=True) for f in (step, loss))
+        same([step(w, X), *found], [loss(w, X), *truth])
+    product = plainly(lambda a, b: torch.autograd.grad((a * b).sum(), a, create_graph=True)[0])
+    same(product(other, other), 2 * other)
+    same(product(other, 3 * other), 3 * other)
+
+
+def test_a_buffer_that_is_an_argument_too_is_written_once():
+    def run(norm, mean, x):
+        return norm(x).square().sum() + (mean * x).sum()
+
+    pairs = [(plainly(run), nn.BatchNorm1d(3).double()), (run, nn.BatchNorm1d(3).double())]
+    for _ in range(2):
+        same(*(f(norm, norm.running_mean, X) for f, norm in pairs))
+        same(*(norm.buffers() for _, norm in pairs))
