@@ -196,7 +196,7 @@ class CompiledFunction:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The result of the function."""
         fn = self.__wrapped__  # type: ignore[attr-defined] - set by update_wrapper
-        if torch.compiler.is_dynamo_compiling() or _C._len_torch_dispatch_stack():
+        if torch.compiler.is_dynamo_compiling() or _C._len_torch_dispatch_stack() or torch.jit.is_tracing():
             return fn(*args, **kwargs)
         if _C._len_torch_function_stack() and any(isinstance(x, Guard) for x in _get_current_function_mode_stack()):
             with _without_guards():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import logging
 import os
@@ -23,6 +24,7 @@ from primitives._core.errors import LeafError
 from primitives._core.inductor import tracing_a_program
 from primitives.tracing._joint.trace import traced
 from primitives.tracing._leaves import Leaves
+from primitives.tracing._subclasses.made_inside import subclasses_made
 from primitives.tracing._torch_private import is_wrapper_subclass
 
 if TYPE_CHECKING:
@@ -92,6 +94,30 @@ class Program:
 
 
 @contextlib.contextmanager
+def _not_silent() -> Iterator[None]:
+    """Context of what may take long: the user hears of it once."""
+    timer = threading.Timer(_PATIENCE, _say_slow)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+@functools.cache
+def _say_slow() -> None:
+    _log.warning(
+        "compile: a first call traces and compiles, which takes seconds, and minutes for large models. The logger "
+        '"primitives.compile" shows each program at level INFO, and at level ERROR not even this.'
+    )
+
+
+# Seconds until then.
+_PATIENCE = 5.0
+
+
+@contextlib.contextmanager
 def _outside_everything() -> Iterator[None]:
     """Context without the transforms, modes and autocast of the caller, on which no program depends."""
     hooks = []
@@ -107,6 +133,7 @@ def _outside_everything() -> Iterator[None]:
             _C._autograd._push_saved_tensors_default_hooks(*pair)  # type: ignore[attr-defined] - as above
 
 
+@_not_silent()
 def joint_graph(
     function: Recomputable,
     name: str,
@@ -132,7 +159,7 @@ def joint_graph(
         from torch._inductor.decomposition import select_decomp_table
 
         table = select_decomp_table()
-    with _outside_everything(), torch.inference_mode(False), tracing_a_program():
+    with _outside_everything(), torch.inference_mode(False), tracing_a_program(), subclasses_made():
         blanks = tuple(
             torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).requires_grad_(i in wanted)
             for i, x in enumerate(tensors)
@@ -185,6 +212,7 @@ def cut(
     return fx.GraphModule(module, graph)
 
 
+@_not_silent()
 def program_of(module: fx.GraphModule, name: str, settings: Settings, seconds: float, num_bytes: int) -> Program:
     """The program of a graph, which keeps the strides that were traced."""
     start = time.perf_counter()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._C import _functorch  # type: ignore[attr-defined] - no stub
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 from primitives._core.autograd import tangents_possible, unpack_dual
 from primitives._core.fast_path import PLAIN_TYPES
@@ -89,7 +90,11 @@ def without_subclass(value: Any) -> Any:
     levels = [value]
     while _functorch.is_functorch_wrapped_tensor(levels[-1]):
         levels.append(_functorch.get_unwrapped(levels[-1]))
-    if {*map(type, levels)} <= PLAIN_TYPES or torch._C._dispatch_keys(levels[-1]).has("Python"):
+    # What a trace computes may be of a user's class, too.
+    is_traced = isinstance(levels[-1], FunctionalTensor)
+    if {*map(type, levels)} <= {*PLAIN_TYPES, FunctionalTensor}:
+        return value
+    if torch._C._dispatch_keys(levels[-1]).has("Python") and not is_traced:
         return value
     # Unlike one of `as_subclass`, the tangent of a view is a view.
     return torch.Tensor.view_as(value, value)

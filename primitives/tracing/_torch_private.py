@@ -33,10 +33,11 @@ if TYPE_CHECKING:
 get_decompositions = _decomp.get_decompositions
 TorchDispatchMode = _python_dispatch.TorchDispatchMode
 is_wrapper_subclass = _python_dispatch.is_traceable_wrapper_subclass
-leaves_of = _pytree.arg_tree_leaves
+leaves_of, mapped_tensors = _pytree.arg_tree_leaves, _pytree.tree_map_only
 dispatch_modes = _python_dispatch._get_current_dispatch_mode_stack
 without_modes = _python_dispatch._disable_current_modes
 function_modes = overrides._get_current_function_mode_stack
+FakeTensor, FunctionalTensor = fake_tensor.FakeTensor, functional_tensor.FunctionalTensor
 with_tensors = stateless._reparametrize_module
 # The names by which `torch.utils.checkpoint` looks up its machinery, of a region and of one of the reentrant kind.
 CHECKPOINT_NAMES = ("_CheckpointFrame", "CheckpointFunction")
@@ -198,18 +199,18 @@ def parts(x: Any) -> list[Tensor]:
 def is_functional(x: Any) -> bool:
     """Whether functionalization has wrapped `x`, or what is inside of a wrapper subclass."""
     inner = parts(x) if is_wrapper_subclass(x) else []
-    return isinstance(x, functional_tensor.FunctionalTensor) or any(map(is_functional, inner))
+    return isinstance(x, FunctionalTensor) or any(map(is_functional, inner))
 
 
 def has_other_storage(x: Any) -> bool:
     """Whether a functional tensor was given other memory, by `set_` or `.data`."""
-    return isinstance(x, functional_tensor.FunctionalTensor) and torch._functionalize_was_storage_changed(x.elem)  # type: ignore[attr-defined] - no stub
+    return isinstance(x, FunctionalTensor) and torch._functionalize_was_storage_changed(x.elem)  # type: ignore[attr-defined] - no stub
 
 
 def is_computed(x: Tensor) -> bool:
     """Whether a graph computes the value of `x`, and it is not a constant."""
     x = plain(bottom(x))
-    if isinstance(x, fake_tensor.FakeTensor):
+    if isinstance(x, FakeTensor):
         return x.constant is None
     mode: Any = proxy_tensor.get_proxy_mode()
     slot = None if mode is None else proxy_tensor.get_proxy_slot(x, mode.tracer, None)
@@ -221,7 +222,7 @@ def constant_value(x: Tensor) -> Tensor | None:
     x, mode = plain(bottom(x)), proxy_tensor.get_proxy_mode()
     slot = None if mode is None else proxy_tensor.get_proxy_slot(x, mode.tracer, None)  # type: ignore[attr-defined] - no stub
     if slot is None:
-        return None if mode is None or isinstance(x, fake_tensor.FakeTensor) else x
+        return None if mode is None or isinstance(x, FakeTensor) else x
     values: dict[fx.Node, Any] = {}
     tracer: Any = mode.tracer  # type: ignore[union-attr] - there is one
 
@@ -359,8 +360,7 @@ def dumped(module: fx.GraphModule) -> tuple[bytes, dict[str, Any]]:
 
     constants = {str(n.target): getattr(module, str(n.target)) for n in module.graph.find_nodes(op="get_attr")}
     bare = fx.GraphModule(dict.fromkeys(constants, nn.Module()), copy.deepcopy(module.graph))
-    kept = ("val", "stack_trace", "partitioner_tag")
-    options = Options(ops_filter=None, node_metadata_key_filter=kept.__contains__)
+    options = Options(ops_filter=None, node_metadata_key_filter={"val", "stack_trace", "partitioner_tag"}.__contains__)
     return GraphPickler.dumps(bare, options), constants
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -25,8 +26,10 @@ __all__ = ["Recorder", "UserCalls", "constant_written", "written_by"]
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined] - a getset descriptor
 # They hand values to Python without an operation that anything below sees.
 _READS = frozenset({torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__, torch.Tensor.__dlpack__})
-# They ask for the one value of a tensor, which is known where only constants take part.
-_VALUES = frozenset(getattr(torch.Tensor, name) for name in ("item", "__bool__", "__int__", "__float__", "__index__"))
+# They ask for values of a tensor, which are known where only constants take part.
+_VALUES = frozenset(
+    getattr(torch.Tensor, name) for name in ("item", "tolist", "__bool__", "__int__", "__float__", "__index__")
+)
 _INDEXED = frozenset({torch.Tensor.__getitem__, torch.Tensor.__setitem__})
 # They read tensors inside lists.
 _FACTORIES = frozenset({torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor})
@@ -88,7 +91,8 @@ class UserCalls(TorchFunctionMode):
                 "torch.autograd.grad(..., create_graph=True), or one of torch.func."
             )
         lists = [x for x in (*args, *kwargs.values()) if isinstance(x, (list, tuple))] if func in _FACTORIES else []
-        read = args[:1] if func in _READS else torch_private.leaves_of(*lists)
+        reads = func in _READS or (func is torch.Tensor.__format__ and args[1])
+        read = args[:1] if reads else torch_private.leaves_of(*lists)
         if func in _VALUES and (value := torch_private.constant_value(args[0])) is not None:
             return func(value)
         if func in _INDEXED:
@@ -126,7 +130,9 @@ class Recorder:
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
         """Context for the forward pass; the nodes after it belong to the backward pass."""
-        with replaying_checkpoints(lambda _: self._again), UserCalls(self._function):
+        # Functionalization has one of its own, of which no mode hears.
+        tolist = mock.patch.object(torch_private.FunctionalTensor, "tolist", torch.Tensor.tolist)
+        with replaying_checkpoints(lambda _: self._again), UserCalls(self._function), tolist:
             yield
         self._is_forward = False
 

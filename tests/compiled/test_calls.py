@@ -6,6 +6,7 @@ import functools
 import os
 import pickle
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 import primitives as pr
+from primitives._compiled import _graphs
 from tests.compiled.support import data, gradients, mlp, plainly, same
 
 X, SHIFT = data(6, 3), data(3, seed=2)
@@ -294,6 +296,20 @@ def test_threads_and_processes():
         if child == 0:
             os._exit(0 if torch.allclose(compiled(X), net(X).sum()) else 1)
         assert os.waitpid(child, 0)[1] == 0
+
+
+def test_a_long_first_call_is_not_silent(monkeypatch, caplog):
+    monkeypatch.setattr(_graphs, "_PATIENCE", 0.01)
+    _graphs._say_slow.cache_clear()
+
+    def slowly(module, fakes):
+        time.sleep(0.3)
+        return module
+
+    for _ in range(2):
+        pr.compile(lambda x: x.sin(), backend=slowly)(X)
+    assert sum("traces and compiles" in record.getMessage() for record in caplog.records) == 1
+    assert caplog.records[0].levelname == "WARNING"
 
 
 def test_an_error_leaves_nothing():

@@ -29,6 +29,8 @@ def branch(x):
         lambda x: x[x > 0].sum(),
         lambda x: float(x.sum()) * x,
         lambda x: x.tolist(),
+        lambda x: x.sum().tolist() * x,
+        lambda x: f"{x.sum():.3f}",
     ],
 )
 def test_values(function):
@@ -44,7 +46,7 @@ def test_a_backward_pass_inside_names_the_line_and_the_remedy():
 def test_values_of_constants_may_be_asked():
     def function(x):
         mask = torch.tensor([True, True, False])
-        return x * 2 if mask.any() else x
+        return x * torch.tensor([2.0, 2.0]).tolist()[1] if mask.any() else x
 
     same(plainly(function)(X), 2 * X)
 
@@ -77,12 +79,26 @@ def writes_view(x):
 
 @pytest.mark.parametrize(
     "function, what",
-    [(writes_argument, "writes to x"), (writes_variable, "writes to captured"), (writes_view, "what as_strided")],
+    [
+        (writes_argument, "writes to x in place, at .*test_refusals.py"),
+        (writes_variable, r"writes to captured.*at .*test_refusals.py:\d+: HELD.add_"),
+        (writes_view, "what as_strided"),
+    ],
 )
 def test_writes(function, what):
     with pytest.raises(pr.MutationError, match=what):
         plainly(function)(X.clone())
     assert not HELD.any()
+
+
+# Torch's own `linearize` gives it.
+@pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr")
+@pytest.mark.parametrize("f", [torch.nn.Tanh(), lambda x: x * HELD], ids=["result", "operand"])
+def test_what_another_trace_inside_has_made(f):
+    v = X.cos()
+    with pytest.raises(pr.TraceError, match=r"tensor without values, used in .*primitives.func.linearize"):
+        plainly(lambda x: torch.func.linearize(f, x)[1](v))(X)
+    same(plainly(lambda x: pr.func.linearize(f, x)[1](v))(X), torch.func.linearize(f, X)[1](v))
 
 
 def test_arguments():

@@ -65,7 +65,7 @@ def test_inductor():
 
 
 def check_here(rank, world):
-    """`primitives.compile` inside DDP, whose hooks see the gradients; around it, and in FSDP, it refuses."""
+    """`primitives.compile` inside DDP and FSDP, whose hooks see the gradients; around them it refuses."""
     torch.manual_seed(0)
     one = nn.Sequential(nn.Linear(C, 4), pr.nn.LayerNorm(4), nn.Tanh(), nn.Linear(4, 1)).double()
     x = torch.randn(2 * world, C, dtype=torch.float64)
@@ -88,7 +88,13 @@ def check_here(rank, world):
         assert_close(torch.zeros_like(p) if p.grad is None else p.grad, g)
     with pytest.raises(pr.LeafError, match="Compile what is inside"):
         pr.compile(lambda x: penalty(parallel, x), backend="eager")(mine)
+    expected = torch.autograd.grad(one(x).square().mean(), list(one.parameters()), materialize_grads=True)
+    one.zero_grad()
     fully_shard(one, mesh=init_device_mesh("cpu", (world,)))
+    # It gathers the parameters around the forward pass, which is what is compiled.
+    pr.compile(one, backend="eager")(mine).square().mean().backward()
+    for p, g in zip(one.parameters(), expected, strict=True):
+        assert_close(torch.zeros_like(g) if p.grad is None else p.grad.full_tensor(), g)
     with pytest.raises(pr.LeafError, match="a model in FSDP"):
         pr.compile(lambda x: penalty(one, x), backend="eager")(mine)
 

@@ -6,8 +6,9 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import _C
 
-from primitives._core.errors import DeviceError, LeafError, MutationError, ShapeError
+from primitives._core.errors import DeviceError, LeafError, MutationError, ShapeError, TraceError
 from primitives._core.trees.overlay import spread
 from primitives.decompositions import decomposition_table
 from primitives.tracing import _torch_private as torch_private
@@ -170,6 +171,13 @@ def traced(
         with mode:
             flat_args += [torch.empty((), dtype=torch.int64, device=devices[0]) for _ in states]
         module = torch_private.trace(flat, flat_args, mode, table)
+    for node in module.graph.find_nodes(op="get_attr"):
+        if isinstance(getattr(module, str(node.target)), torch_private.FakeTensor):
+            lines = (node.stack_trace or "its result").split("\n")
+            raise TraceError(
+                f"{function}: a trace inside the function, as torch.func.linearize is one, has made a tensor without "
+                f"values, used in {lines[0].strip()}. For torch.func.linearize take primitives.func.linearize."
+            )
     primal_names = given.labels(places)
     refuse_sharing(function, primal_names, tensors, signature.alone)
     names = [*map(identifier, primal_names), *states]
@@ -185,14 +193,20 @@ class _Constants(torch_private.TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.refusal: tuple[Tensor, str] | None = None
+        # Where each piece of memory was first written to.
+        self.lines: dict[int, str] = {}
         self._constants: dict[int, tuple[Tensor, Any]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         """The call."""
-        writes = bool(written_by(func, args, kwargs or {}))
+        writes = written_by(func, args, kwargs or {})
+        for number in {number for x in writes if isinstance(x, torch.Tensor) for number in memories(x)}:
+            self.lines.setdefault(number, current_line())
         if _MAY_WRAP_CONSTANTS and not writes and func not in _LIFTS:
             args, kwargs = torch_private.mapped_constants(self._wrapped, (args, kwargs or {}))
-        result = func(*args, **kwargs or {})
+        # It has a say in calls of the user, not in those of autograd.
+        with _C.DisableTorchFunctionSubclass():
+            result = func(*args, **kwargs or {})
         if writes and self.refusal is None:
             written = [x for x, y in self._constants.values() if torch_private.has_data_mutation(y)]
             self.refusal = (written[0], current_line()) if written else None
@@ -240,7 +254,8 @@ def _run(
             if torch_private.has_data_mutation(used[i]) or geometry != [used[i].shape, used[i].stride()]
         )
         if pure:
-            _refuse_writes(function, given, signature.mutated)
+            lines = [constants.lines[n] for i in signature.mutated for n in memories(used[i]) if n in constants.lines]
+            _refuse_writes(function, given, signature.mutated, lines)
             outs = outs._replace(values=_apart(outs.values, [used[i] for i in places]))
         written = {i for i in places if i in signature.mutated or not copied.isdisjoint(memories(used[i]))}
         signature.alone = tuple(number for number, i in enumerate(places) if i in written)
@@ -277,10 +292,11 @@ def _run(
     return [*results, *(bar for bar in bars if bar is not None), *(random[1].state if random else ())]
 
 
-def _refuse_writes(function: str, given: Leaves, mutated: Sequence[int]) -> None:
+def _refuse_writes(function: str, given: Leaves, mutated: Sequence[int], lines: Sequence[str]) -> None:
     if mutated:
+        where = f", at {lines[0]}" if lines else ""
         raise MutationError(
-            f"{function}: the function writes to {', '.join(given.labels(mutated))} in place, and the caller "
+            f"{function}: the function writes to {', '.join(given.labels(mutated))} in place{where}, and the caller "
             "would not see it. Return the new value."
         )
 
