@@ -6,7 +6,6 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import _C
 
 from primitives._core.errors import DeviceError, LeafError, MutationError, ShapeError, TraceError
 from primitives._core.trees.overlay import spread
@@ -205,7 +204,7 @@ class _Constants(torch_private.TorchDispatchMode):
         if _MAY_WRAP_CONSTANTS and not writes and func not in _LIFTS:
             args, kwargs = torch_private.mapped_constants(self._wrapped, (args, kwargs or {}))
         # It has a say in calls of the user, not in those of autograd.
-        with _C.DisableTorchFunctionSubclass():
+        with torch_private.without_functions():
             result = func(*args, **kwargs or {})
         if writes and self.refusal is None:
             written = [x for x, y in self._constants.values() if torch_private.has_data_mutation(y)]

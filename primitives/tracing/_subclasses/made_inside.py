@@ -12,12 +12,17 @@ from unittest import mock
 
 import optree
 import torch
-from torch import _C
 
 from primitives._core.errors import LeafError
 from primitives._core.trees.nodes import RESULTS
 from primitives.tracing._errors import current_line
-from primitives.tracing._torch_private import FunctionalTensor, bottom, is_in_a_transform, mapped_tensors
+from primitives.tracing._torch_private import (
+    FunctionalTensor,
+    bottom,
+    is_in_a_transform,
+    mapped_tensors,
+    without_functions,
+)
 
 if TYPE_CHECKING:
     import contextlib
@@ -77,9 +82,9 @@ def _as_subclass(x: Tensor, kind: type) -> Any:
         return _AS_SUBCLASS(x, kind)
     # Torch names the class of an argument.
     kind = kind.__bases__[0] if issubclass(kind, FunctionalTensor) else kind
-    if kind.__torch_dispatch__ is not _C._disabled_torch_dispatch_impl:  # type: ignore[attr-defined] - no stub
+    if kind.__torch_dispatch__ is not vars(torch.Tensor)["__torch_dispatch__"]:
         raise _refusal(kind, "have no __torch_dispatch__ of its own")
-    with _C.DisableTorchFunctionSubclass():
+    with without_functions():
         y = torch.ops.aten.alias.default(x)
     try:
         if not is_in_a_transform(y):
@@ -95,10 +100,10 @@ def _new(kind: type, *args: Any, **kwargs: Any) -> Any:
     # Some classes take a tensor over by `torch.Tensor.__new__`.
     if args and isinstance(args[0], torch.Tensor):
         return _as_subclass(args[0], kind)
-    return _C.TensorBase.__new__(kind, *args, **kwargs)
+    return _NEW(kind, *args, **kwargs)
 
 
-_AS_SUBCLASS = torch.Tensor.as_subclass
+_AS_SUBCLASS, _NEW = torch.Tensor.as_subclass, torch.Tensor.__new__
 
 
 def _refusal(kind: type, requirement: str) -> LeafError:

@@ -52,5 +52,5 @@ def test_subclasses_made_inside(made):
 )
 def test_subclasses_that_cannot_be_made_inside(members):
     kind = type("Own", (torch.Tensor,), members)
-    with pytest.raises(pr.LeafError, match=r"Own must have .*test_subclasses.py.*outside"):
+    with pytest.raises(pr.LeafError, match=r"Own must have .*test_made_inside.py.*outside"):
         plainly(lambda x: x.as_subclass(kind).sum())(X)
