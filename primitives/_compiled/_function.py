@@ -87,6 +87,7 @@ class _Site(Region):
             self._no_seed = torch.zeros((), dtype=torch.int64, device=self._device)
         names = self._names(args, kwargs)
         self._compiled = Compiled(self, owner.settings, "value", [*names, SEED])
+        self._is_distinct = len(self.tensors) == len(self._numbers)
         # Those of a call are the arguments of every run.
         self._leaves = [None if isinstance(x, torch.Tensor) else x for x in self._leaves]
         self.tensors = []
@@ -134,7 +135,10 @@ class _Site(Region):
         reached = self.reached.tensors()
         if reached is None:
             return None
-        tensors, numbers = once(given + reached)
+        tensors = given + reached
+        if self._is_distinct:
+            return tensors if len({*map(id, tensors)}) == len(tensors) else None
+        tensors, numbers = once(tensors)
         return tensors if numbers == self._numbers else None
 
     def run(self, tensors: list[Tensor], seed: Tensor | None = None) -> Any:
