@@ -11,12 +11,14 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from primitives.ops.row_maps import ROW_MAPS
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from primitives._core.spec import Spec
 
-__all__ = ["FAMILIES", "Axes", "axes_of_call"]
+__all__ = ["FAMILIES", "Axes", "axes_of_call", "is_known"]
 
 _FULL = ("x", "y", "s", "residual", "output")
 _CHANNELS = ("weight", "bias", "mean", "rstd", "running_mean", "running_var")
@@ -72,7 +74,7 @@ def _channels(a: dict[str, Any], *, in_training: bool) -> _Family:
     return _Family(of, (*batch, "c") if in_training else full, can_compose=in_training)
 
 
-def _softmax(a: dict[str, Any]) -> _Family:
+def _row_map(a: dict[str, Any]) -> _Family:
     x = next(a[name] for name in ("x", "x_dot", "y_bar", "y") if a.get(name) is not None)
     axes, dim = _numbered("r", len(x.shape)), a["dim"] % len(x.shape)
     of: dict[str, tuple[str, ...]] = dict.fromkeys((*_FULL, "mask"), axes)
@@ -109,7 +111,7 @@ def _elementwise(a: dict[str, Any]) -> _Family:
     return _Family({"target": axes, "labels": axes}, axes)
 
 
-# By what the names of primitives begin with; None where calls must stay whole.
+# By what the names of primitives begin with, beside maps of rows; None where calls must stay whole.
 FAMILIES: dict[str, Callable[[dict[str, Any]], _Family] | None] = {
     "layer_norm": _rows,
     "group_norm_silu": _rows,
@@ -118,8 +120,6 @@ FAMILIES: dict[str, Callable[[dict[str, Any]], _Family] | None] = {
     "batch_norm_relu": lambda a: _channels(a, in_training=True),
     "batch_norm_eval": lambda a: _channels(a, in_training=False),
     "batch_norm_relu_eval": lambda a: _channels(a, in_training=False),
-    "softmax": _softmax,
-    "log_softmax": _softmax,
     "cross_entropy": _cross_entropy,
     "linear_cross_entropy": _linear_cross_entropy,
     "attention": _attention,
@@ -128,9 +128,15 @@ FAMILIES: dict[str, Callable[[dict[str, Any]], _Family] | None] = {
 }
 
 
+def is_known(name: str) -> bool:
+    """Whether it is said how calls of an operation may be cut; for a map of rows that follows from its `dim`."""
+    return name in FAMILIES or name in ROW_MAPS
+
+
 def axes_of_call(spec: Spec, args: Sequence[Any]) -> Axes | None:
     """The axes of a call of an operator; None for an operator that must stay whole (dropout, random bits)."""
-    family = FAMILIES.get(re.sub("(_double_backward)?(_bwd|_fwd)?(_jvp)?$", "", spec.name))
+    stem = re.sub("(_double_backward)?(_bwd|_fwd)?(_jvp)?$", "", spec.name)
+    family = _row_map if stem in ROW_MAPS else FAMILIES.get(stem)
     given = dict(zip(spec.arguments, args, strict=True))
     if family is None:
         return None

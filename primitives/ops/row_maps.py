@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     Formula = Callable[..., Tensor]
 
 
+# The maps that were made, whose calls may be cut along every axis but `dim`.
+ROW_MAPS: set[str] = set()
+
+
 class _Formulas(NamedTuple):
     bwd: Formula
     jvp: Formula
@@ -71,6 +75,7 @@ class RowMap:
         room: str = "softmax",
     ) -> None:
         self.ops = {"fwd": value}
+        ROW_MAPS.add(value.name)
         self._kept, self._options = kept, [option.split()[-1] for option in options.split(", ")]
         self._of_k, self._dtype = [kept, *value.spec.statistics], ["x_dtype"] * (kept == "y")
         along_k, of_k_dot = second_order or (None, None)

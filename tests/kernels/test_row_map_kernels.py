@@ -1,4 +1,7 @@
-"""The generic kernel of a map's derivatives, on a map that keeps x, a number of its rows, and takes three sums."""
+"""The generic kernel of a map's derivatives, on a map that keeps x, a number of its rows, and takes three sums.
+
+The factor 3 of its second derivative is a constant that the launch makes.
+"""
 
 from __future__ import annotations
 
@@ -53,8 +56,8 @@ def double_backward_terms(x, p, r, mask):
 
 
 @triton.jit
-def _along_x(x, s, norm):
-    return (x[1] * (3 * s[0] * s[1] / (norm * norm) - s[2]) - x[0] * s[1]) / (norm * norm * norm)
+def _along_x(x, s, norm, factor):
+    return (x[1] * (factor * s[0] * s[1] / (norm * norm) - s[2]) - x[0] * s[1]) / (norm * norm * norm)
 
 
 @triton.jit
@@ -65,7 +68,7 @@ def double_backward_emit(x, p, r, s, mask, num_cols: tl.constexpr):
     if s[0].type.is_block():
         x_dot_bar = _map(x[0], x[1], s[0], r[0])
     if s[2].type.is_block():
-        x_bar = _along_x(x, s, r[0]) - x[2] * s[0] / (r[0] * r[0] * r[0])
+        x_bar = _along_x(x, s, r[0], r[1]) - x[2] * s[0] / (r[0] * r[0] * r[0])
     return y_bar_bar, x_bar, x_dot_bar
 
 
@@ -84,7 +87,7 @@ def bwd_jvp_terms(x, p, r, mask):
 def bwd_jvp_emit(x, p, r, s, mask, num_cols: tl.constexpr):
     if not x[3].type.is_block():
         return (_map(x[2], x[1], s[2], r[0]),)
-    moved = _along_x(x, s, r[0]) - x[3] * s[0] / (r[0] * r[0] * r[0])
+    moved = _along_x(x, s, r[0], r[1]) - x[3] * s[0] / (r[0] * r[0] * r[0])
     return (moved + x[2] / r[0] if x[2].type.is_block() else moved,)
 
 
@@ -100,6 +103,8 @@ KERNELS = RowMapKernels(
     ),
     bwd_jvp=(Part((2,), ("x", "y_bar_dot"), ("x", "y_bar_dot")), Part((0, 1, 2), _EVERY, _EVERY)),
     numbers=("norm",),
+    num_constants=1,
+    constants=lambda given: (3.0,),
     forward=(Part((0,), ("x",), ("x",)), Part((0, 1), ("x", "x_dot"), ("x", "x_dot"))),
 )
 JVP, _, DOUBLE_BACKWARD, BWD_JVP, FWD, FWD_JVP = KERNELS.launchers()

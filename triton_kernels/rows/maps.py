@@ -66,6 +66,8 @@ class RowMapKernels:
         numbers: Names of the numbers of the rows.
         options: Of the map: the reduced dim, and perhaps the scale.
         forward: What y and y_dot take, of x and x_dot; None where the module has launchers of its own.
+        num_constants: With how many constants the numbers of a row end (see `NUMBERS` in `rows.kernel`).
+        constants: Makes them of the options.
     """
 
     module: str
@@ -76,6 +78,8 @@ class RowMapKernels:
     numbers: tuple[str, ...] = ()
     options: tuple[str, ...] = ("dim",)
     forward: tuple[Part, Part] | None = None
+    num_constants: int = 0
+    constants: Callable[[Mapping[str, Any]], Sequence[float]] = lambda given: ()
 
     def __post_init__(self) -> None:
         """Make the kernels, by what follows the name of the map in theirs.
@@ -84,7 +88,7 @@ class RowMapKernels:
             TypeError: If a device function is missing.
         """
         k, self.kernels = self.kept, dict[str, Kernel]()
-        tables = {
+        tables: dict[str, dict[str, Any]] = {
             "double_backward": {"x": ("y_bar", k, "x_dot"), "r": self.numbers, "out": self._bars()},
             "bwd_jvp": {"x": ("y_bar", k, "y_bar_dot", f"{k}_dot"), "r": self.numbers, "out": ("x_bar_dot",)},
         }
@@ -93,7 +97,8 @@ class RowMapKernels:
         for role, table in tables.items():
             slots: dict[str, Any] = {slot: self.functions.get(f"{role}_{slot}") for slot in ("terms", "emit")}
             name = f"{self.module.rpartition('.')[2]}_{role}_kernel"
-            self.kernels[role] = row_kernel(name, **table, scaled="scale" in self.options, any_strides=True, **slots)
+            table |= {"numbers": self.num_constants, "scaled": "scale" in self.options, "any_strides": True}
+            self.kernels[role] = row_kernel(name, **table, **slots)
 
     def _bars(self) -> tuple[str, str, str]:
         return "y_bar_bar", "output_bar" if self.kept == "y" else "x_bar", "x_dot_bar"
@@ -201,6 +206,7 @@ class RowMapKernels:
             writes,
             statistics={name: given[name] for name in self.numbers if name in given},
             num_results=num_results,
+            **{f"NUMBER_{place}": number for place, number in enumerate(self.constants(given))},
             **scale_bits(given.get("scale")),
         )
 
