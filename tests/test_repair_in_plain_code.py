@@ -51,7 +51,8 @@ def _same(left, right):
 
 
 def _named(ops):
-    return [pytest.param(op, id=f"{op.name} {op.variant_test_name}".strip()) for op in ops]
+    """Parameters of a test; memory that nobody has written has no values to compare."""
+    return [pytest.param(op, id=f"{op.name} {op.variant_test_name}".strip()) for op in ops if "empty" not in op.name]
 
 
 # Their first gradient can be wrong in torch.
