@@ -96,6 +96,10 @@ CASES = {
         lambda: Attention.draw((1, 2, 20, 16), 40, torch.float64, 1, causal=True), {}, PAIRS, 5
     ),
     "attention of narrow heads": Case(lambda: Attention.draw((1, 1, 18, 12), 37, value_width=20), {}, PAIRS, 4, 8),
+    # Rows whose sums of products several threads have copies of.
+    "attention of small tiles": Case(
+        lambda: Attention.draw((1, 1, 18, 16), 37, causal=True), {"attention_tile": 16}, PAIRS, 5, 4
+    ),
     "dropout": Case(lambda: dropout_calls(BF16), {}, "slices of a tensor begin at odd addresses", 1, 2),
 }
 

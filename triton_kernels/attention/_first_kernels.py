@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import triton.language as tl
 
+from ..rows.tiles import rounded
 from ..runtime.kernel import unspecialized_jit
 from ..runtime.numbers import cast
 from ._tiles import (
@@ -161,13 +162,13 @@ def attention_jvp_kernel(
             # The keys of a first tile may all be hidden from a row, as padding is: its first tile with one counts.
             if bias is not None or mask is not None:
                 weight = tl.sum(p, 1)
-                mean = tl.sum(p * scores_dot, 1) / tl.where(weight > 0.0, weight, 1.0)
+                mean = tl.sum(rounded(p * scores_dot), 1) / tl.where(weight > 0.0, weight, 1.0)
                 shared = tl.where(sees, shared, mean)
                 sees = sees | (weight > 0.0)
             elif first == 0:
                 weight = tl.sum(p, 1)
-                shared = tl.sum(p * scores_dot, 1) / tl.where(weight > 0.0, weight, 1.0)
-            p_dot = p * (scores_dot - shared[:, None])
+                shared = tl.sum(rounded(p * scores_dot), 1) / tl.where(weight > 0.0, weight, 1.0)
+            p_dot = rounded(p * (scores_dot - shared[:, None]))
             total += tl.sum(p_dot, 1)
             acc = product(cast(noisy(p_dot, noise), v.dtype), v, acc, DTYPE)
         if v_dot is not None:

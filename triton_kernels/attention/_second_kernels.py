@@ -11,7 +11,7 @@ owns keys, and sweeps the rows of every head that shares them. `_tiles` says wha
 have the strides of what they are tangents of, and o_bar, o_bar_dot, o, o_dot lie like o.
 """
 
-# pyright: reportArgumentType=false, reportCallIssue=false, reportOptionalMemberAccess=false
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false, reportOptionalMemberAccess=false
 # pyright: reportPossiblyUnboundVariable=false
 
 from __future__ import annotations
@@ -44,9 +44,17 @@ from ._tiles import (
 
 
 @triton.jit
-def _products_of_rows(a, b, DTYPE: tl.constexpr):
-    """<a, b> of each row; 0 without one of them."""
-    return 0.0 if a is None or b is None else tl.sum(cast(a, DTYPE) * cast(b, DTYPE), 1)
+def _products_of_rows(a, b, c, d, DTYPE: tl.constexpr):
+    """<a, b> + <c, d> of each row, either 0 without one of its factors.
+
+    Both are added up before threads exchange them: a product that each fused into the sum would leave copies of the sum
+    a rounding apart.
+    """
+    has_first: tl.constexpr = a is not None and b is not None
+    has_second: tl.constexpr = c is not None and d is not None
+    first = cast(a, DTYPE) * cast(b, DTYPE) if has_first else 0.0
+    second = cast(c, DTYPE) * cast(d, DTYPE) if has_second else 0.0
+    return tl.sum(first + second, 1) if has_first or has_second else 0.0
 
 
 @triton.jit
@@ -92,7 +100,7 @@ def attention_rows_kernel(  # noqa: C901 - its branches are settled when it is c
     o_bar = made_tile(o_bar_ptr, batch, head, row, num_rows, num_heads, VALUE_WIDTH, BLOCK_VALUE_WIDTH)
     o_bar_dot = made_tile(o_bar_dot_ptr, batch, head, row, num_rows, num_heads, VALUE_WIDTH, BLOCK_VALUE_WIDTH)
     o = made_tile(o_ptr, batch, head, row, num_rows, num_heads, VALUE_WIDTH, BLOCK_VALUE_WIDTH)
-    g = tl.zeros([BLOCK_ROWS], DTYPE) + _products_of_rows(o_bar, o, DTYPE)
+    g = tl.zeros([BLOCK_ROWS], DTYPE) + _products_of_rows(o_bar, o, None, None, DTYPE)
     if lse_bar_ptr is not None:
         g -= tl.load(lse_bar_ptr + statistic + row, mask=inside, other=0.0)
     tl.store(g_ptr + statistic + row, g, mask=inside)
@@ -100,8 +108,7 @@ def attention_rows_kernel(  # noqa: C901 - its branches are settled when it is c
     w = None
     if w_ptr is not None:
         o_dot = made_tile(o_dot_ptr, batch, head, row, num_rows, num_heads, VALUE_WIDTH, BLOCK_VALUE_WIDTH)
-        w = tl.zeros([BLOCK_ROWS], DTYPE) + _products_of_rows(o_bar, o_dot, DTYPE)
-        w += _products_of_rows(o_bar_dot, o, DTYPE)
+        w = tl.zeros([BLOCK_ROWS], DTYPE) + _products_of_rows(o_bar, o_dot, o_bar_dot, o, DTYPE)
         if lse_bar_dot_ptr is not None:
             w -= tl.load(lse_bar_dot_ptr + statistic + row, mask=inside, other=0.0)
         tl.store(w_ptr + statistic + row, w, mask=inside)
