@@ -68,9 +68,9 @@ def on_device(device: torch.device) -> Iterator[None]:
 
 
 @pytest.fixture
-def interpreter(device: torch.device) -> None:
-    """Skip a test on a device: it looks at single loads and stores."""
-    if device.type == "cuda":
+def interpreter(pytestconfig: pytest.Config, device: torch.device) -> None:
+    """Skip a test on a device or for a chip: it looks at single loads and stores."""
+    if pytestconfig.getoption("--device") != "cpu":
         pytest.skip("needs Triton's interpreter")
 
 
@@ -94,11 +94,15 @@ def use_processors(device: torch.device) -> Iterator[Callable[[int], None]]:
 
 
 @pytest.fixture
-def only_the_last_programs(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> Iterator[None]:
+def only_the_last_programs(
+    pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> Iterator[None]:
     """Launch two programs: the last ones of the grid. A device has the time for all, and the memory."""
     if device.type == "cuda":
         yield
         return
+    if _is_emulated(pytestconfig):
+        pytest.skip("needs storages of which most pages do not exist")
     import numpy as np
     from triton.runtime import interpreter
 
