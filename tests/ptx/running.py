@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
 from primitives.testing._ptx import instructions, products  # noqa: F401 - registers them
 from primitives.testing._ptx.arithmetic import KINDS
 from primitives.testing._ptx.machine import Machine, prepared
-from primitives.testing._ptx.memory import Fault, Faults, Memory
+from primitives.testing._ptx.memory import Fault, Faults, Global
 
 _REGISTERS = ".reg .pred %p<9>; .reg .b16 %rs<9>; .reg .b32 %r<99>; .reg .b64 %rd<9>;"
 
@@ -31,15 +32,14 @@ def run(
     {_REGISTERS} {loads} mov.u32 %r0, %tid.x;
     {body}
     ret; }}"""
-    memory, faults = Memory(), Faults("kernel")
-    places = []
-    for name, buffer in zip(names, buffers, strict=True):
-        data = buffer.reshape(-1).view(np.uint8)
-        places.append(np.array([memory.add(name, data, np.ones(len(data), np.uint8), None, 0)], np.uint64))
-    memory.freeze()
+    faults, tensors = Faults("kernel"), [torch.tensor(buffer.reshape(-1)) for buffer in buffers]
+    memory = Global(zip(names, tensors, strict=True), {}, faults)
+    places = [np.array([memory.address(each)], np.uint64) for each in tensors]
     machine = Machine(prepared(ptx, is_approximate), memory, places, shared_bytes, faults)
     machine.run(grid)
     memory.write_back()
+    for buffer, each in zip(buffers, tensors, strict=True):
+        buffer.reshape(-1)[:] = each.numpy()
     return list(faults.values()), machine
 
 

@@ -5,26 +5,22 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from primitives.testing._ptx.code import Instruction
-
-__all__ = ["KINDS", "UNSIGNED", "Operation", "decode", "encode", "operation"]
+__all__ = ["KINDS", "UNSIGNED", "decode", "encode", "operation"]
 
 Array = Any
 Function = Callable[..., Array]
+# A function of arrays, the type of its result, and those of its arguments.
+Operation = tuple[Function, np.dtype, tuple[np.dtype, ...]]
 
 UNSIGNED = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
 # The arrays that hold each kind.
-KINDS = {
-    f"{letter}{8 * size}": np.dtype(f"{new}{size}")
-    for letter, new in zip("bus", "uui", strict=True)
-    for size in UNSIGNED
-}
+KINDS = {f"{name}{8 * size}": np.dtype(f"{new}{size}") for name, new in ("bu", "uu", "si") for size in UNSIGNED}
 KINDS |= {"pred": np.dtype(bool), "f16": np.dtype("f2"), "f32": np.dtype("f4"), "f64": np.dtype("f8")}
 KINDS |= {"bf16": np.dtype("u2"), "bf16x2": np.dtype("u4"), "f16x2": np.dtype("u4")}
 _FLOATS = ("f16", "bf16", "f32", "f64")
@@ -41,54 +37,34 @@ _ORDER: dict[str, Function] = {
 }
 _LOGIC = {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
 _TO_INTEGRAL = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
-# What may stand between the name of an instruction and its kind.
-_FORMS: dict[str, set[str]] = {
-    **{op: {"rn", "ftz"} for op in ("add", "sub", "fma")},
-    **{op: {"rn", "ftz", "lo", "hi", "wide"} for op in ("mul", "mad")},
-    **{op: {"ftz", "NaN"} for op in ("min", "max")},
-    **{op: {"ftz"} for op in ("neg", "abs")},
-    **{op: set() for op in ("and", "or", "xor", "not", "shl", "shr", "bfe", "rem", "prmt", "mov", "selp")},
-    **{op: {"rn", "approx", "full", "ftz"} for op in _APPROXIMATE},
-    "cvt": {*KINDS, *_TO_INTEGRAL, "rn", "ftz", "sat"},
-    "setp": {*_ORDER, *(f"{each}u" for each in _ORDER), *_LOGIC, "num", "nan", "ftz"},
-}
 
 
-class Operation(NamedTuple):
-    """A function of arrays of the kinds `sources`, whose result is of the kind `result`."""
+@functools.cache
+def operation(op: str, qualifiers: tuple[str, ...], count: int, is_approximate: bool) -> Operation | None:
+    """What an instruction computes of `count` operands; None where that is not known.
 
-    function: Function
-    result: np.dtype
-    sources: tuple[np.dtype, ...]
-
-
-def operation(instruction: Instruction, is_approximate: bool = False) -> Operation:
-    """What an instruction computes of its operands behind the first.
-
-    Args:
-        instruction: The instruction.
-        is_approximate: Whether approximations are off by as much as the manual allows.
-
-    Raises:
-        UnsupportedInstructionError: An instruction, a form or a kind that is not known.
+    Approximations have the largest error that the manual allows, or none.
     """
-    op, count = instruction.op, len(instruction.operands) - 1
-    *flags, kind = instruction.qualifiers or ("",)
-    found = None
-    if kind in KINDS and _FORMS.get(op, {""}).issuperset(flags) and "|" not in instruction.operands[0]:
-        if op == "cvt":
-            found = _convert(flags, kind)
-        elif op == "setp":
-            found = _compare(flags, kind)
-        elif op == "selp":
-            found = Operation(lambda a, b, p: np.where(p, a, b), KINDS[kind], (KINDS[kind],) * 2 + (KINDS["pred"],))
-        elif kind.removesuffix("x2") in _FLOATS:
-            found = _floating(op, flags, kind, count, is_approximate)
-        else:
-            found = _integer(op, flags, kind, count)
-    if found is None:
-        raise instruction.unsupported()
-    return found
+    *flags, kind = qualifiers or ("",)
+    forms, floating, integer, kinds = _TABLE.get(op, ("", None, None, ""))
+    if kind not in KINDS or not {*forms.split()}.issuperset(flags):
+        return None
+    dtype, is_float = KINDS[kind], kind.removesuffix("x2") in _FLOATS
+    if op in ("cvt", "setp"):
+        return (_convert if op == "cvt" else _compare)(flags, kind)
+    if op in ("mul", "mad") and not is_float:
+        return _product(op, flags, dtype)
+    function = floating if is_float else integer
+    if function is None or not {"lo", "hi", "wide"}.isdisjoint(flags):
+        return None
+    if op in _APPROXIMATE and is_float:
+        function = _approximate(*_APPROXIMATE[op], is_approximate and not {"approx", "full"}.isdisjoint(flags))
+    if op in ("min", "max") and is_float:
+        function = _extremum(op, "NaN" in flags)
+    if is_float and op not in ("mov", "selp"):
+        function = _rounded(function, kind, "ftz" in flags)
+    named = {"u": _U32, "p": KINDS["pred"]}
+    return function, dtype, tuple(named.get(each, dtype) for each in kinds or "k" * count)
 
 
 # Floating point.
@@ -120,23 +96,12 @@ def _flush(values: Array) -> Array:
     return np.where(np.abs(values) < np.finfo(np.float32).tiny, np.copysign(np.float32(0), values), values)
 
 
-def _floating(op: str, flags: list[str], kind: str, count: int, is_approximate: bool) -> Operation | None:
+def _rounded(function: Function, kind: str, flushes: bool) -> Function:
+    """A function whose result is rounded to a kind; in place of numbers of 16 bits it has those of 64."""
     dtype, single = KINDS[kind], kind.removesuffix("x2")
-    exact: dict[str, Function] = {
-        **{"add": np.add, "sub": np.subtract, "mul": np.multiply, "neg": np.negative, "abs": np.abs},
-        **{"fma": _fma, "mad": _fma, "mov": lambda a: a},
-        "min": _extremum(np.minimum if "NaN" in flags else np.fmin, np.bitwise_or),
-        "max": _extremum(np.maximum if "NaN" in flags else np.fmax, np.bitwise_and),
-    }
-    if op in _APPROXIMATE:
-        function, error = _APPROXIMATE[op]
-        exact[op] = _approximate(function, error if is_approximate and {"approx", "full"} & {*flags} else 0.0)
-    if op not in exact or not {"lo", "hi", "wide"}.isdisjoint(flags):
-        return None
-    function = exact[op]
 
     def compute(*args: Array) -> Array:
-        if "ftz" in flags:
+        if flushes:
             return _flush(function(*map(_flush, args)))
         return function(*args)
 
@@ -145,13 +110,13 @@ def _floating(op: str, flags: list[str], kind: str, count: int, is_approximate: 
         words = (np.ascontiguousarray(arg).view(np.uint16) for arg in np.broadcast_arrays(*args))
         return encode(single, function(*(decode(single, each).astype(np.float64) for each in words))).view(dtype)
 
-    return Operation(narrow if single in ("f16", "bf16") else compute, dtype, (dtype,) * count)
+    return narrow if single in ("f16", "bf16") else compute
 
 
-def _approximate(function: Function, error: float) -> Function:
+def _approximate(function: Function, error: float, is_off: bool) -> Function:
     def rounded(*args: Array) -> Array:
         value, bits = function(*(arg.astype(np.float64) for arg in args)), UNSIGNED[args[0].dtype.itemsize]
-        if error:
+        if is_off:
             # In a direction that looks random, and is the same in every run.
             value = value * (1 + error * np.where(args[0].view(bits) * bits.type(2654435761) >> 13 & 1, 1.0, -1.0))
         return value.astype(args[0].dtype)
@@ -159,12 +124,14 @@ def _approximate(function: Function, error: float) -> Function:
     return rounded
 
 
-def _extremum(function: Function, of_zeros: Function) -> Function:
+def _extremum(op: str, keeps_nan: bool) -> Function:
     """Of zeros, the negative one is the lesser."""
+    plain = (np.minimum if keeps_nan else np.fmin) if op == "min" else (np.maximum if keeps_nan else np.fmax)
+    of_zeros = np.bitwise_or if op == "min" else np.bitwise_and
 
     def extremum(a: Array, b: Array) -> Array:
         bits = UNSIGNED[a.dtype.itemsize]
-        return np.where(a == b, of_zeros(a.view(bits), b.view(bits)).view(a.dtype), function(a, b))
+        return np.where(a == b, of_zeros(a.view(bits), b.view(bits)).view(a.dtype), plain(a, b))
 
     return extremum
 
@@ -200,22 +167,6 @@ def _fma64(a: Array, b: Array, c: Array) -> Array:
 
 
 # Integers, and bits.
-def _integer(op: str, flags: list[str], kind: str, count: int) -> Operation | None:
-    dtype = KINDS[kind]
-    if op in ("mul", "mad"):
-        return _product(op, flags, dtype)
-    functions: dict[str, Function] = {
-        **_LOGIC,
-        **{"add": np.add, "sub": np.subtract, "neg": np.negative, "abs": np.abs, "not": np.invert, "mov": lambda a: a},
-        **{"min": np.minimum, "max": np.maximum, "div": _quotient, "rem": lambda a, b: a - _quotient(a, b) * b},
-        **{"shl": _shift_left, "shr": _shift_right, "bfe": _field, "prmt": _permute},
-    }
-    if op not in functions or flags:
-        return None
-    sources = {"shl": (dtype, _U32), "shr": (dtype, _U32), "bfe": (dtype, _U32, _U32)}
-    return Operation(functions[op], dtype, sources.get(op, (dtype,) * count))
-
-
 def _product(op: str, flags: list[str], dtype: np.dtype) -> Operation | None:
     size, half = dtype.itemsize, next((each for each in flags if each in ("lo", "hi", "wide")), "lo")
     if size == 1 or (size == 8 and half == "wide"):
@@ -230,7 +181,7 @@ def _product(op: str, flags: list[str], dtype: np.dtype) -> Operation | None:
         return (whole if half == "wide" else (whole >> 8 * size).astype(dtype)) + c
 
     result = wide if half == "wide" else dtype
-    return Operation(product, result, (dtype, dtype) if op == "mul" else (dtype, dtype, result))
+    return product, result, (dtype, dtype) if op == "mul" else (dtype, dtype, result)
 
 
 def _shift_left(a: Array, n: Array) -> Array:
@@ -271,25 +222,24 @@ def _permute(a: Array, b: Array, selector: Array) -> Array:
     return result
 
 
+def _select(a: Array, b: Array, choice: Array) -> Array:
+    return np.where(choice, a, b)
+
+
 # Conversions and comparisons.
 def _convert(flags: list[str], source: str) -> Operation | None:
-    to = flags.pop()
+    *flags, to = flags
     if to in ("bf16x2", "f16x2") and (flags, source) == (["rn"], "f32"):
 
         def pack(high: Array, low: Array) -> Array:
-            high, low = (encode(to[:-2], part).view(np.uint16).astype(np.uint32) for part in (high, low))
-            return low | high << np.uint32(16)
+            halves = np.broadcast_arrays(*(encode(to[:-2], each) for each in (low, high)))
+            return np.stack(halves, 1).view(np.uint32)[:, 0]
 
-        return Operation(pack, KINDS[to], (KINDS["f32"],) * 2)
+        return pack, KINDS[to], (KINDS["f32"],) * 2
     to_integral = next((_TO_INTEGRAL[flag] for flag in flags if flag in _TO_INTEGRAL), None)
-    from_float, to_float = source in _FLOATS, to in _FLOATS
-    if (
-        to not in KINDS
-        or not KINDS.keys().isdisjoint(flags)
-        or any(x == "pred" or x[-2:] == "x2" for x in (to, source))
-    ):
-        return None
-    if from_float and not to_float and to_integral is None:
+    from_float, to_float, single = source in _FLOATS, to in _FLOATS, KINDS.keys() - {"pred", "bf16x2", "f16x2"}
+    is_cut = from_float and not to_float and to_integral is None
+    if is_cut or not {to, source} <= single or not KINDS.keys().isdisjoint(flags):
         return None
 
     def convert(values: Array) -> Array:
@@ -308,7 +258,7 @@ def _convert(flags: list[str], source: str) -> Operation | None:
             values = np.where(over, info.max, np.where(under, info.min, values))
         return values.astype(KINDS[to])
 
-    return Operation(convert, KINDS[to], (KINDS[source],))
+    return convert, KINDS[to], (KINDS[source],)
 
 
 def _compare(flags: list[str], kind: str) -> Operation | None:
@@ -328,4 +278,34 @@ def _compare(flags: list[str], kind: str) -> Operation | None:
             found = order(a, b) & ~is_nan if how in _ORDER else order(a, b) | is_nan
         return _LOGIC[combined[0]](found, *other) if combined else found
 
-    return Operation(compare, KINDS["pred"], (KINDS[kind],) * 2 + (KINDS["pred"],) * len(combined))
+    return compare, KINDS["pred"], (KINDS[kind],) * 2 + (KINDS["pred"],) * len(combined)
+
+
+# What may stand between an instruction and its kind, what it computes of floating-point numbers and of integers, and
+# the kinds of its operands if they are others: that of the instruction (k), u32 (u) or pred (p).
+_TABLE: dict[str, tuple[str, Function | None, Function | None, str]] = {
+    **{op: ("rn approx full ftz", function, None, "") for op, (function, _) in _APPROXIMATE.items()},
+    **{op: ("", None, function, "") for op, function in _LOGIC.items()},
+    "add": ("rn ftz", np.add, np.add, ""),
+    "sub": ("rn ftz", np.subtract, np.subtract, ""),
+    "mul": ("rn ftz lo hi wide", np.multiply, None, ""),
+    "mad": ("rn ftz lo hi wide", _fma, None, ""),
+    "fma": ("rn ftz", _fma, None, ""),
+    "div": ("rn approx full ftz", np.divide, _quotient, ""),
+    "rem": ("", None, lambda a, b: a - _quotient(a, b) * b, ""),
+    "neg": ("ftz", np.negative, np.negative, ""),
+    "abs": ("ftz", np.abs, np.abs, ""),
+    "min": ("ftz NaN", np.fmin, np.minimum, ""),
+    "max": ("ftz NaN", np.fmax, np.maximum, ""),
+    "mov": ("", lambda a: a, lambda a: a, ""),
+    "selp": ("", _select, _select, "kkp"),
+    # Addresses are the same in every space.
+    "cvta": ("to global shared", None, lambda a: a, ""),
+    "not": ("", None, np.invert, ""),
+    "shl": ("", None, _shift_left, "ku"),
+    "shr": ("", None, _shift_right, "ku"),
+    "bfe": ("", None, _field, "kuu"),
+    "prmt": ("", None, _permute, ""),
+    "cvt": (" ".join((*KINDS, *_TO_INTEGRAL, "rn ftz sat")), None, None, ""),
+    "setp": (" ".join((*_ORDER, *(f"{each}u" for each in _ORDER), *_LOGIC, "num nan ftz")), None, None, ""),
+}

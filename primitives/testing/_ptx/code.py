@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import re
 from typing import Any, NamedTuple
@@ -14,7 +13,7 @@ _STATEMENT = re.compile(r"\s*(?:[{}]|(\$?[\w$]+:)|([^;{}]*(?:\{[^;]*\})?[^;]*;))
 _INSTRUCTION = re.compile(r"(?:@(!?)(%?\w+)\s+)?([\w.:]+)\s*(.*)$", re.S)
 _OPERAND = re.compile(r"\{[^}]*\}|\[[^\]]*\]|[^,{}\[\]\s][^,{}\[\]]*")
 _REGISTER = re.compile(r"\.reg\s+\.(\w+)\s+(.*)", re.S)
-_PARAMETER = re.compile(r"\.param\s+\.([usfb]\d+)\b.*?([\w$]+)$", re.S)
+_PARAMETER = re.compile(r"\.param\s+\.[usfb]\d+\b[^,]*?([\w$]+)\s*(?:,|$)")
 
 
 class UnsupportedInstructionError(NotImplementedError):
@@ -46,27 +45,21 @@ class Instruction(NamedTuple):
 
 
 class Code(NamedTuple):
-    """The code of a kernel.
-
-    Attributes:
-        name: Of the kernel.
-        threads: Of a block.
-        parameters: The name and the size in bytes of each.
-        instructions: In their order.
-        labels: The number of the instruction that follows a label.
-        registers: The kind (`"b32"`, `"pred"`) of those whose names begin so; a number follows.
-        symbols: Names of shared memory, which begins there.
-        written: Registers that some instruction writes. The compiler leaves others where it does not matter what they
-            hold.
-    """
+    """The code of a kernel."""
 
     name: str
+    # Of a block.
     threads: int
-    parameters: tuple[tuple[str, int], ...]
+    # Their names.
+    parameters: tuple[str, ...]
     instructions: tuple[Instruction, ...]
+    # The number of the instruction that follows each.
     labels: dict[str, int]
+    # The kind (`"b32"`, `"pred"`) of those whose names begin so; a number follows.
     registers: dict[str, str]
+    # Names of shared memory, which begins there.
     symbols: frozenset[str]
+    # Registers that some instruction writes. The compiler leaves others where it does not matter what they hold.
     written: frozenset[str]
 
     def kind_of(self, register: str) -> str | None:
@@ -74,7 +67,6 @@ class Code(NamedTuple):
         return self.registers.get(register) or self.registers.get(register.rstrip("0123456789"))
 
 
-@functools.lru_cache(maxsize=512)
 def parse(ptx: str) -> Code:
     """The one kernel of a text.
 
@@ -86,12 +78,9 @@ def parse(ptx: str) -> Code:
     sizes = re.search(r"\.(?:reqntid|maxntid)\s+([\d, ]+)", ptx)
     if head is None or sizes is None:
         raise UnsupportedInstructionError("The emulator needs PTX with one `.entry` and its number of threads.")
-    parameters = []
-    for text in filter(None, map(str.strip, head[2].split(","))):
-        found = _PARAMETER.match(text)
-        if found is None:
-            raise UnsupportedInstructionError(f"The emulator does not know the parameter `{text}`.")
-        parameters.append((found[2], int(found[1][1:]) // 8))
+    parameters = tuple(_PARAMETER.findall(head[2]))
+    if len(parameters) != head[2].count(".param"):
+        raise UnsupportedInstructionError(f"The emulator knows parameters that are numbers alone, got `{head[2]}`.")
     start = ptx.index("{", head.end()) + 1
     body, line = ptx[start : ptx.rindex("}")], ptx.count("\n", 0, start) + 1
     instructions: list[Instruction] = []
@@ -114,7 +103,7 @@ def parse(ptx: str) -> Code:
     targets = (each.operands[0] for each in instructions if each.operands)
     names = (name for each in targets for name in (each if isinstance(each, tuple) else (each,)))
     written = frozenset(name for name in names if str(name).startswith("%"))
-    return Code(head[1], threads, tuple(parameters), tuple(instructions), labels, registers, symbols, written)
+    return Code(head[1], threads, parameters, tuple(instructions), labels, registers, symbols, written)
 
 
 def _instruction(text: str, line: int, registers: dict[str, str]) -> Instruction:

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from primitives.testing._ptx.arithmetic import KINDS, UNSIGNED
-from primitives.testing._ptx.machine import Machine, executes, reader, wider
-from primitives.testing._ptx.memory import Access
+from primitives.testing._ptx.machine import ALL, DEFINED, Machine, executes, wider
 
 if TYPE_CHECKING:
     from primitives.testing._ptx.code import Instruction
@@ -28,36 +27,25 @@ def move(machine: Machine, instruction: Instruction, mask: Any) -> None:
     """Words put together, or taken apart."""
     (target, source), kind = instruction.operands, KINDS[instruction.qualifiers[-1]]
     if isinstance(target, tuple):
-        parts = np.ascontiguousarray(machine.full(source, kind)).view(UNSIGNED[kind.itemsize // len(target)])
+        parts = np.ascontiguousarray(machine.full(source, kind, mask)).view(UNSIGNED[kind.itemsize // len(target)])
         for number, name in enumerate(target):
-            machine.put(name, parts[number :: len(target)].copy(), mask, machine.undefined_of([source]))
+            machine.put(name, parts[number :: len(target)].copy(), mask, machine.undefined_of([source], mask))
     else:
-        parts = np.stack([machine.full(each, UNSIGNED[kind.itemsize // len(source)]) for each in source], 1)
-        machine.put(target, parts.view(kind)[:, 0], mask, machine.undefined_of(source))
+        parts = np.stack([machine.full(each, UNSIGNED[kind.itemsize // len(source)], mask) for each in source], 1)
+        machine.put(target, parts.view(kind)[:, 0], mask, machine.undefined_of(source, mask))
 
 
-@executes("cvta")
-def convert_address(machine: Machine, instruction: Instruction, mask: Any) -> None:
-    """Addresses are the same in every space."""
-    target, source = instruction.operands
-    machine.put(target, reader(machine.program.code, source, _U64)(machine), mask, machine.undefined_of([source]))
-
-
-@executes("createpolicy")
-def create_policy(machine: Machine, instruction: Instruction, mask: Any) -> None:
-    """Caches change no value."""
-    machine.put(instruction.operands[0], np.zeros(1, _U64), mask)
-
-
-@executes("fence", "membar")
-def fence(machine: Machine, instruction: Instruction, mask: Any) -> None:
-    """Instructions take effect in their order."""
+@executes("fence", "membar", "createpolicy")
+def hint(machine: Machine, instruction: Instruction, mask: Any) -> None:
+    """Instructions take effect in their order, and caches change no value."""
+    for target in instruction.operands[:1]:
+        machine.put(target, np.zeros(1, _U64), mask)
 
 
 @executes("bar")
 def synchronize_warp(machine: Machine, instruction: Instruction, mask: Any) -> None:
     """`bar.warp.sync`: what the threads of a warp did before comes before what they do now."""
-    machine.warp_epochs += 1 if mask is None else mask
+    machine.warp_epochs[mask] += 1
 
 
 @executes("shfl")
@@ -67,18 +55,19 @@ def shuffle(machine: Machine, instruction: Instruction, mask: Any) -> None:
     mode = instruction.qualifiers[1]
     if "|" in target or mode not in ("bfly", "idx", "up", "down"):
         raise instruction.unsupported()
-    lane, number = machine.threads % 32, machine.full(by, KINDS["s32"]).astype(np.int64)
-    bounds = machine.full(clamp, _U32).astype(np.int64)
+    lanes, number = machine.lanes_of(mask), machine.get(by, KINDS["s32"], mask).astype(np.int64)
+    lane, bounds = lanes.threads % 32, machine.get(clamp, _U32, mask).astype(np.int64)
     segment, last = bounds >> 8 & 31, bounds & 31
     low = lane & segment
     high = low | last & ~segment
     other = {"bfly": lane ^ number, "up": lane - number, "down": lane + number, "idx": low | number & ~segment}[mode]
     stays = other < low if mode == "up" else other > high
-    index = np.arange(machine.lanes) + np.where(stays, lane, other) - lane
-    if mask is not None and not mask[index][mask].all():
-        machine.faults.note("divergence", instruction, "a thread reads of one that does not take part")
+    index = lanes.numbers + np.where(stays, lane, other) - lane
+    if mask is not ALL:
+        what = "a thread reads of one that does not take part"
+        machine.faults.note("divergence", instruction, ~mask[index], what)
     undefined = machine.undefined_of([source])
-    undefined = None if undefined is None else np.broadcast_to(undefined, machine.lanes)[index]
+    undefined = undefined if undefined.size == 1 else undefined[index]
     machine.put(target, machine.full(source, _U32)[index], mask, undefined)
 
 
@@ -86,7 +75,7 @@ def shuffle(machine: Machine, instruction: Instruction, mask: Any) -> None:
 def _vector(instruction: Instruction, operand: Any) -> tuple[tuple[str, ...], np.dtype]:
     """The registers of a load or store, and what each holds of memory."""
     dtype = KINDS.get(instruction.qualifiers[-1])
-    if dtype is None or not {"global", "shared", "param"} & {*instruction.qualifiers}:
+    if dtype is None:
         raise instruction.unsupported()
     return (operand if isinstance(operand, tuple) else (operand,)), dtype
 
@@ -94,57 +83,30 @@ def _vector(instruction: Instruction, operand: Any) -> tuple[tuple[str, ...], np
 @executes("ld")
 def load(machine: Machine, instruction: Instruction, mask: Any) -> None:
     """Of parameters, shared or global memory."""
-    targets, dtype = _vector(instruction, instruction.operands[0])
-    address, count = instruction.operands[1], len(targets)
-    widened = wider(machine.program.code, targets[0], instruction.qualifiers[-1], dtype) or dtype
+    (names, dtype), address = _vector(instruction, instruction.operands[0]), instruction.operands[1]
+    widened = wider(machine.program.code, names[0], instruction.qualifiers[-1], dtype)
     if "param" in instruction.qualifiers:
-        value = machine.parameters[address.base]
-        value = value.view(dtype) if value.dtype.itemsize == dtype.itemsize else value.astype(dtype)
-        machine.put(targets[0], value.astype(widened), mask)
+        machine.put(names[0], machine.get(address.base, dtype).astype(widened), mask)
         return
-    lanes, size = machine.lanes_of(mask), count * dtype.itemsize
-    is_shared = "shared" in instruction.qualifiers
-    if is_shared:
-        at = machine.shared_place(instruction, address, lanes, size, mask)
-        values, defined = machine.shared.load(instruction, lanes, at, count, dtype)
-    else:
-        at = machine.global_place(instruction, address, lanes.numbers, size, mask)
-        index = at[:, None] // dtype.itemsize + np.arange(count)
-        values = machine.memory.data.view(dtype)[index]
-        defined = machine.memory.undefined.view(UNSIGNED[dtype.itemsize])[index] == 0
-        machine.memory.accesses.append(Access(False, instruction, size, at, machine.numbers[lanes.numbers]))
-    is_defined = defined.all()
-    if not is_defined:
-        first = int(at[~defined.all(1)][0])
-        machine.note_origin(f"byte {first} of shared memory" if is_shared else machine.memory.where(first))
-    for number, name in enumerate(targets):
-        value = values[:, number].astype(widened)
-        machine.put_some(name, value, mask, None if is_defined else ~defined[:, number])
+    lanes, memory = machine.lanes_of(mask), machine.space(instruction)
+    at = machine.addresses(instruction, address, mask, memory)
+    values, undefined = memory.load(instruction, lanes, at, len(names), dtype)
+    machine.put_each(names, values.astype(widened), mask, undefined)
 
 
 @executes("st")
 def store(machine: Machine, instruction: Instruction, mask: Any) -> None:
     """To shared or global memory."""
-    sources, dtype = _vector(instruction, instruction.operands[1])
-    address, lanes, bits = instruction.operands[0], machine.lanes_of(mask), UNSIGNED[dtype.itemsize]
-    values = np.stack([machine.full(each, bits)[lanes.numbers] for each in sources], 1)
-    size = len(sources) * dtype.itemsize
-    if "shared" in instruction.qualifiers:
-        at = machine.shared_place(instruction, address, lanes, size, mask)
-        undefined = machine.undefined_of(sources)
-        undefined = None if undefined is None else np.broadcast_to(undefined, machine.lanes)[lanes.numbers]
-        machine.shared.store(instruction, lanes, at, values, undefined)
-        return
-    machine.must_be_defined(instruction, sources, mask, "what is stored")
-    at = machine.global_place(instruction, address, lanes.numbers, size, mask)
-    index, view = at[:, None] // dtype.itemsize + np.arange(len(sources)), machine.memory.data.view(bits)
-    changed = (view[index] != values).any(1)
-    view[index] = values
-    lost = view[index] != values
-    if lost.any():
-        machine.faults.note("block race", instruction, "threads store different values at one place", lost.sum())
-    machine.memory.undefined.view(bits)[index] = 0
-    machine.memory.accesses.append(Access(True, instruction, size, at, machine.numbers[lanes.numbers], changed))
+    (names, dtype), address = _vector(instruction, instruction.operands[1]), instruction.operands[0]
+    lanes, memory = machine.lanes_of(mask), machine.space(instruction)
+    at = machine.addresses(instruction, address, mask, memory)
+    values = np.stack([machine.full(each, UNSIGNED[dtype.itemsize], mask) for each in names], 1)
+    if memory is machine.memory:
+        machine.must_be_defined(instruction, names, mask, "what is stored")
+        undefined = DEFINED
+    else:
+        undefined = machine.undefined_of(names, mask)
+    memory.store(instruction, lanes, at, values, undefined[:, None])
 
 
 @executes("atom", "red")
@@ -152,18 +114,17 @@ def update(machine: Machine, instruction: Instruction, mask: Any) -> None:
     """Atomic operations on global memory, of one thread after another."""
     target, address, *operands = instruction.operands if instruction.op == "atom" else ("_", *instruction.operands)
     form = [each for each in instruction.qualifiers if each in _ATOMIC]
-    if len(form) != 1 or isinstance(operands[0], tuple) or "global" not in instruction.qualifiers:
+    (*_, dtype), memory = _vector(instruction, operands), machine.memory
+    if len(form) != 1 or isinstance(operands[0], tuple) or machine.space(instruction) is not memory:
         raise instruction.unsupported()
-    (_,), dtype = _vector(instruction, operands[0])
-    numbers = machine.lanes_of(mask).numbers
     machine.must_be_defined(instruction, operands, mask, "what is stored")
-    at = machine.global_place(instruction, address, numbers, dtype.itemsize, mask)
-    view, values = machine.memory.data.view(dtype), [machine.full(each, dtype)[numbers] for each in operands]
+    at = memory.place(instruction, machine.addresses(instruction, address, mask, memory), dtype.itemsize)
+    view, values = memory.data.view(dtype), [machine.full(each, dtype, mask) for each in operands]
     old = np.zeros(len(at), dtype)
     for number, index in enumerate(at // dtype.itemsize):
         old[number] = view[index]
         view[index] = _ATOMIC[form[0]](old[number], *(each[number] for each in values))
-    machine.put_some(target, old, mask)
+    machine.put(target, old, mask)
 
 
 @executes("cp")
@@ -171,30 +132,43 @@ def copy(machine: Machine, instruction: Instruction, mask: Any) -> None:
     """`cp.async` from global to shared memory: its groups, and the waits for them."""
     form = instruction.qualifiers[1]
     if form == "commit_group":
-        machine.copy_groups += 1 if mask is None else mask
-        return
-    if form in ("wait_group", "wait_all"):
-        left = int(instruction.operands[0]) if instruction.operands else 0
-        groups = machine.copy_groups if instruction.operands else machine.copy_groups + 1
-        machine.shared.finish_copies(machine.lanes_of(mask), groups, left)
-        return
-    if form not in ("ca", "cg"):
+        machine.copy_groups[mask] += 1
+    elif form in ("wait_group", "wait_all"):
+        _land_copies(machine, mask, *map(int, instruction.operands))
+    elif form in ("ca", "cg"):
+        _begin_copy(machine, instruction, mask)
+    else:
         raise instruction.unsupported()
+
+
+def _begin_copy(machine: Machine, instruction: Instruction, mask: Any) -> None:
     to, source, text, *rest = instruction.operands
     size, lanes = int(text, 0), machine.lanes_of(mask)
     # A number of bytes, behind which zeros follow, and a policy of caches.
     rest = rest[: len(rest) - any("cache_hint" in each for each in instruction.qualifiers)]
-    used = machine.full(rest[0] if rest else text, _U32)[lanes.numbers]
+    used = machine.full(rest[0] if rest else text, _U32, mask)
     if not ((used == 0) | (used == size)).all():
         raise instruction.unsupported()
-    data, undefined = np.zeros((len(used), size), np.uint8), np.zeros(len(used), bool)
-    reading = lanes.numbers[used > 0]
+    reading, (data, undefined) = lanes.numbers[used > 0], np.zeros((2, len(used), size), np.uint8)
     if reading.size:
-        is_reading = np.zeros(machine.lanes, bool)
-        is_reading[reading] = True
-        at = machine.global_place(instruction, source, reading, size, is_reading)
-        index = at[:, None] + np.arange(size)
-        data[used > 0], undefined[used > 0] = machine.memory.data[index], machine.memory.undefined[index].any(1)
-        machine.memory.accesses.append(Access(False, instruction, size, at, machine.numbers[reading]))
-    at = machine.shared_place(instruction, to, lanes, size, mask)
-    machine.shared.copy(instruction, lanes, machine.copy_groups[lanes.numbers], at, data, undefined)
+        at = machine.addresses(instruction, source, reading, machine.memory)
+        found = machine.memory.load(instruction, machine.lanes_of(reading), at, size, KINDS["u8"])
+        data[used > 0], undefined[used > 0] = found
+    at = machine.addresses(instruction, to, mask, machine.shared)
+    at = machine.shared.begin_copy(instruction, lanes, at, size)
+    machine.copies.append((lanes.numbers, machine.copy_groups[mask].copy(), at, data, undefined))
+
+
+def _land_copies(machine: Machine, mask: Any, left: int = -1) -> None:
+    """All but the last `left` groups of each thread; without a number also what is in no group yet."""
+    is_waiting, remaining = np.zeros(machine.lanes, bool), []
+    is_waiting[mask] = True
+    for copies in machine.copies:
+        numbers, groups, *_ = copies
+        done = (groups < machine.copy_groups[numbers] - left) & is_waiting[numbers]
+        if done.any():
+            landed, _, *rest = (each[done] for each in copies)
+            machine.shared.land(machine.lanes_of(landed), *rest)
+        if not done.all():
+            remaining.append(tuple(each[~done] for each in copies))
+    machine.copies = remaining

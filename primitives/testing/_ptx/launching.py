@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import re
 import unittest.mock
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -20,7 +19,7 @@ from triton.runtime.jit import JITFunction
 from primitives.kernels.runtime.chips import CHIPS
 from primitives.testing._ptx import instructions, products  # noqa: F401 - registers them
 from primitives.testing._ptx.machine import Machine, prepared
-from primitives.testing._ptx.memory import BASE, Fault, Faults, Memory, Traffic
+from primitives.testing._ptx.memory import Fault, Faults, Global, Traffic
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -109,12 +108,7 @@ class _Allocations(TorchDispatchMode):
 
 
 class Emulation:
-    """Launches in a context, and what is wrong about them.
-
-    Attributes:
-        faults: All faults.
-        launches: All launches.
-    """
+    """Launches in a context, and what is wrong about them."""
 
     def __init__(
         self,
@@ -139,73 +133,28 @@ class Emulation:
         ptx = ptx if self._edit is None else self._edit(function.__name__, ptx)
         places: Any = grid(values) if callable(grid) else grid
         grid = tuple(places)
-        memory, pointers = self._memory(values)
+        faults = Faults(function.__name__)
+        tensors = ((name, x) for name, each in values.items() for x in tree_leaves(each) if isinstance(x, Tensor))
+        memory = Global(tensors, self.allocations.undefined, faults)
         program = prepared(ptx, self._is_approximate)
         source: Any = compiled.src
-        flat = _flat(source.signature.values(), [values[name] for name in source.signature])
-        parameters = [_parameter(kind, value, pointers) for kind, value in flat]
+        kinds = {name: kind for name, kind in source.signature.items() if kind != "constexpr"}
+        flat = zip(tree_leaves([*kinds.values()]), tree_leaves([values[name] for name in kinds]), strict=True)
+        parameters = [_parameter(kind, value, memory) for kind, value in flat if kind != "constexpr"]
         # Scratch memory for profilers and the like.
         parameters += [np.zeros(1, np.uint64)] * (len(program.code.parameters) - len(parameters))
-        faults = Faults(function.__name__)
         machine = Machine(program, memory, parameters, compiled.metadata.shared, faults)
         machine.run(grid)
         memory.write_back()
-        for pointer, address in pointers.items():
-            undefined = self.allocations.undefined.get(pointer)
-            if undefined is not None:
-                at = address - BASE
-                # Where no element lies nothing has changed.
-                undefined &= memory.undefined[at : at + len(undefined)] | ~memory.valid[at : at + len(undefined)] & 1
         threads = program.code.threads
         loads, stores = (memory.traffic(is_store, threads) for is_store in (False, True))
         self.launches.append(Launched(function.__name__, grid, loads, stores, dict(machine.counts)))
         self.faults += faults.values()
 
-    def _memory(self, values: dict[str, Any]) -> tuple[Memory, dict[int, int]]:
-        """The memory of all arguments, and where each storage lies in it, by its address."""
-        storages: dict[int, tuple[Any, list[str], Array]] = {}
-        for name, value in values.items():
-            for each in tree_leaves(value):
-                if isinstance(each, Tensor) and each.untyped_storage().nbytes():
-                    storage = each.untyped_storage()
-                    _, names, valid = storages.setdefault(
-                        storage.data_ptr(), (storage, [], np.zeros(storage.nbytes(), np.uint8))
-                    )
-                    names.append(name)
-                    _mark_elements(each, valid)
-        memory, pointers = Memory(), {}
-        for pointer, (storage, names, valid) in storages.items():
-            data = np.frombuffer((ctypes.c_uint8 * storage.nbytes()).from_address(pointer), np.uint8)
-            undefined = self.allocations.undefined.get(pointer)
-            pointers[pointer] = memory.add(", ".join(names), data, valid, undefined, pointer % 512)
-        memory.freeze()
-        return memory, pointers
 
-
-def _mark_elements(tensor: Tensor, valid: Array) -> None:
-    """Mark the bytes of the elements of a tensor in those of its storage."""
-    if not tensor.numel():
-        return
-    size = tensor.element_size()
-    strides = (*(stride * size for stride in tensor.stride()), 1)
-    start = valid[tensor.storage_offset() * size :]
-    np.lib.stride_tricks.as_strided(start, (*tensor.shape, size), strides)[...] = 1
-
-
-def _flat(kinds: Any, values: Any) -> Iterator[tuple[str, Any]]:
-    for kind, value in zip(kinds, values, strict=True):
-        if isinstance(kind, tuple):
-            yield from _flat(kind, value)
-        elif kind != "constexpr":
-            yield kind, value
-
-
-def _parameter(kind: str, value: Any, pointers: dict[int, int]) -> Array:
+def _parameter(kind: str, value: Any, memory: Global) -> Array:
     if kind.startswith("*"):
-        if value is None or not value.untyped_storage().nbytes():
-            return np.zeros(1, np.uint64)
-        start = pointers[value.untyped_storage().data_ptr()]
-        return np.array([start + value.storage_offset() * value.element_size()], np.uint64)
+        return np.array([0 if value is None else memory.address(value)], np.uint64)
     if kind.startswith("fp"):
         return np.array([value], f"f{int(kind[2:]) // 8}")
     bits = max(int(re.sub(r"\D", "", kind)), 8)

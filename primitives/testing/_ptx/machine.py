@@ -1,7 +1,7 @@
 """Registers and the order of execution: all threads of some blocks go through the code together.
 
 The threads with the lowest program counter go first, so that those that part meet again; those of a warp wait for each
-other where an instruction is one of the warp.
+other where an instruction is one of the warp. Who executes something is a mask of all threads that run, `ALL` for all.
 """
 
 from __future__ import annotations
@@ -17,33 +17,36 @@ import numpy as np
 
 from primitives.testing._ptx.arithmetic import KINDS, UNSIGNED, operation
 from primitives.testing._ptx.code import Address, Code, Instruction, UnsupportedInstructionError, parse
-from primitives.testing._ptx.shared import Lanes, Shared, unit_of
+from primitives.testing._ptx.memory import BASE, Lanes
+from primitives.testing._ptx.shared import Shared
 
 if TYPE_CHECKING:
-    from primitives.testing._ptx.memory import Faults, Memory
+    from primitives.testing._ptx.memory import Faults, Global, Memory
 
-__all__ = ["Machine", "Program", "executes", "prepared"]
+__all__ = ["ALL", "DEFINED", "Machine", "Program", "executes", "prepared"]
 
 Array = Any
-Read = Callable[["Machine"], Array]
 Step = Callable[["Machine", Any], None]
 
 # Threads that are executed at once: as many as keep NumPy's own time above that of its calls.
 MAX_THREADS = 1 << 14
+ALL = slice(None)
 _DONE = 1 << 30
-_ALL = np.ones(1, bool)
+# What is said of registers all of whose values somebody has written.
+DEFINED = np.zeros(1, bool)
+_BOOL = KINDS["pred"]
 _NUMBER = re.compile(r"-?\d+U?$|-?0x[\da-fA-F]+U?$")
-_HANDLERS: dict[str, Callable[[Machine, Instruction, Any], None]] = {}
+_HANDLERS: dict[str, Any] = {}
 _OF_A_WARP = {"shfl", "ldmatrix", "stmatrix", "mma", "wgmma"}
-_CONTROL = {"bra", "ret", "exit", "bar", "barrier"}
+_BARRIERS = {"bar", "barrier"}
 
 
 class Program(NamedTuple):
-    """Code whose instructions are steps; those of `of_a_warp` need all threads of a warp."""
+    """Code whose instructions are steps, None for those of control; so many threads side by side must come to each."""
 
     code: Code
     steps: tuple[Step | None, ...]
-    of_a_warp: tuple[bool, ...]
+    together: tuple[int, ...]
     targets: frozenset[int]
 
 
@@ -51,8 +54,7 @@ def executes(*ops: str) -> Callable[[Any], Any]:
     """Decorator: a function of the machine, an instruction and the threads that execute it."""
 
     def register(handler: Any) -> Any:
-        for op in ops:
-            _HANDLERS[op] = handler
+        _HANDLERS.update(dict.fromkeys(ops, handler))
         return handler
 
     return register
@@ -62,314 +64,256 @@ def executes(*ops: str) -> Callable[[Any], Any]:
 def prepared(ptx: str, is_approximate: bool = False) -> Program:
     """The steps of a kernel; raises `UnsupportedInstructionError` for what is not known."""
     code = parse(ptx)
-    steps = tuple(_step(code, each, is_approximate) for each in code.instructions)
-    of_a_warp = tuple(each.op in _OF_A_WARP or "warp" in each.qualifiers for each in code.instructions)
-    return Program(code, steps, of_a_warp, frozenset(code.labels.values()))
+    steps, together = zip(*(_step(code, each, is_approximate) for each in code.instructions), strict=True)
+    return Program(code, steps, together, frozenset(code.labels.values()))
 
 
-def _step(code: Code, instruction: Instruction, is_approximate: bool) -> Step | None:
-    if instruction.op in _CONTROL and "warp" not in instruction.qualifiers:
-        known = instruction.op in ("bra", "ret", "exit") or instruction.operands == ("0",)
-        if not known:
+def _step(code: Code, instruction: Instruction, is_approximate: bool) -> tuple[Step | None, int]:
+    """What an instruction does, None for one of control; and how many threads do it together."""
+    if instruction.op in ("bra", "ret", "exit"):
+        return None, 1
+    if instruction.op in _BARRIERS and "warp" not in instruction.qualifiers:
+        if instruction.operands != ("0",):
             raise instruction.unsupported()
-        return None
+        return None, code.threads
     handler = _HANDLERS.get(instruction.op)
     if handler is None or (instruction.op == "mov" and all(isinstance(each, str) for each in instruction.operands)):
-        step = _computing(code, instruction, is_approximate)
-    else:
-        step = functools.partial(_execute, handler, instruction)
-
-    def guarded(machine: Machine, mask: Any) -> None:
-        mask = machine.guarded(instruction, mask)
-        if mask is None or mask.any():
-            step(machine, mask)
-
-    return step if instruction.guard is None else guarded
-
-
-def _execute(handler: Any, instruction: Instruction, machine: Machine, mask: Any) -> None:
-    handler(machine, instruction, mask)
-
-
-def _computing(code: Code, instruction: Instruction, is_approximate: bool) -> Step:
-    computed = operation(instruction, is_approximate)
-    target, *sources = instruction.operands
-    reads = [reader(code, *each) for each in zip(sources, computed.sources, strict=True)]
-    names = [each for each in sources if each[0] == "%"]
-    kind = instruction.qualifiers[-2 if instruction.op == "cvt" else -1]
-    widened = wider(code, target, kind, computed.result)
-    function, dtype = computed.function, computed.result
+        handler = _computing(code, instruction, is_approximate)
 
     def step(machine: Machine, mask: Any) -> None:
-        value = function(*[read(machine) for read in reads])
-        if value.dtype != dtype:
-            value = value.astype(dtype)
-        if widened is not None:
-            value = value.astype(widened)
-        undefined = machine.undefined_of(names) if machine.undefined else None
-        if undefined is not None and instruction.op == "selp":
+        mask = machine.guarded(instruction, mask) if instruction.guard else mask
+        if mask is ALL or mask.any():
+            handler(machine, instruction, mask)
+
+    return step, 32 if instruction.op in _OF_A_WARP or "warp" in instruction.qualifiers else 1
+
+
+def _computing(code: Code, instruction: Instruction, is_approximate: bool) -> Any:
+    target, *sources = instruction.operands or ("",)
+    found = operation(instruction.op, instruction.qualifiers, len(sources), is_approximate)
+    if found is None or "|" in target or not all(isinstance(each, str) for each in instruction.operands):
+        raise instruction.unsupported()
+    function, dtype, kinds = found
+    operands = [*zip(sources, kinds, strict=True)]
+    kind = instruction.qualifiers[-2 if instruction.op == "cvt" else -1]
+    stored = wider(code, target, kind, dtype)
+
+    def compute(machine: Machine, instruction: Instruction, mask: Any) -> None:
+        value = function(*[machine.get(*each, mask) for each in operands])
+        if value.dtype != stored:
+            value = value.astype(dtype).astype(stored)
+        undefined = machine.undefined_of(sources, mask)
+        if undefined is not DEFINED and instruction.op == "selp":
             # It takes one of two.
-            first, second, choice = (machine.undefined.get(each, False) for each in sources)
-            undefined = np.where(reads[2](machine), first, second) | choice
+            first, second, choice = (machine.undefined_of([each], mask) for each in sources)
+            undefined = np.where(machine.get(sources[2], _BOOL, mask), first, second) | choice
         machine.put(target, value, mask, undefined)
 
-    return step
+    return compute
 
 
-def wider(code: Code, register: str, kind: str, dtype: np.dtype) -> np.dtype | None:
-    """The type that values of a kind take in a register that has more bits; None where they fit."""
+def wider(code: Code, register: str, kind: str, dtype: np.dtype) -> np.dtype:
+    """The type that values of a kind take in a register, which may have more bits."""
     declared = code.kind_of(register)
     size = 1 if declared in (None, "pred") else KINDS[declared].itemsize
-    return np.dtype(f"{'i' if kind[0] == 's' else 'u'}{size}") if size > dtype.itemsize else None
+    return np.dtype(f"{'i' if kind[0] == 's' else 'u'}{size}") if size > dtype.itemsize else dtype
 
 
-def reader(code: Code, operand: Any, dtype: np.dtype) -> Read:
-    """A function of the machine that gives an operand as an array: of one element where all threads have the same."""
-    if not isinstance(operand, str):
-        raise UnsupportedInstructionError(f"The emulator does not know the operand `{operand}`.")
-    if operand[0] == "%" and code.kind_of(operand) is None:
-        return functools.partial(_special, operand, dtype)
-    if operand in code.written:
-        return lambda machine: machine.get(operand, dtype)
-    if operand[0] == "%":
-        operand = "-1"
-    constant = _constant(code, operand, dtype)
-    return lambda machine: constant
-
-
-def _constant(code: Code, text: str, dtype: np.dtype) -> Array:
-    if text in code.symbols:
-        return np.zeros(1, dtype)
+@functools.cache
+def _constant(text: str, dtype: np.dtype) -> Array:
     if text[:2] in ("0f", "0F", "0d", "0D"):
         return np.array([int(text[2:], 16)], f"u{(len(text) - 2) // 2}").view(dtype)
     if not _NUMBER.match(text):
         raise UnsupportedInstructionError(f"The emulator does not know the operand `{text}`.")
     number = int(text.rstrip("U"), 0)
-    if dtype == np.bool_:
+    if dtype == _BOOL:
         return np.array([number != 0])
     return np.array([number & (1 << 8 * dtype.itemsize) - 1], UNSIGNED[dtype.itemsize]).view(dtype)
 
 
-def _special(name: str, dtype: np.dtype, machine: Machine) -> Array:
-    threads, count = machine.threads, machine.program.code.threads
-    values = {f"%ctaid.{axis}": place for axis, place in zip("xyz", machine.places, strict=True)}
-    values |= {f"%nctaid.{axis}": size for axis, size in zip("xyz", machine.grid, strict=True)}
-    values |= {"%tid.x": threads, "%tid.y": 0, "%tid.z": 0, "%ntid.x": count, "%ntid.y": 1, "%ntid.z": 1}
-    values |= {"%laneid": threads % 32, "%warpid": threads // 32}
-    if name not in values:
-        raise UnsupportedInstructionError(f"The emulator does not know the register `{name}`.")
-    return np.atleast_1d(np.asarray(values[name])).astype(np.uint32).view(dtype)
-
-
 class Machine:
-    """One launch of a program.
-
-    Attributes:
-        program: The program.
-        memory: Global memory.
-        parameters: Arrays of one element, by name.
-        faults: What is wrong.
-        counts: Instructions of threads and warps, and barriers.
-        registers: Values of all threads of the blocks that run, by name.
-        undefined: Which of these follow from memory that nobody has written.
-        lanes: How many threads run.
-    """
+    """One launch of a program."""
 
     def __init__(
-        self, program: Program, memory: Memory, parameters: Sequence[Array], shared_bytes: int, faults: Faults
+        self, program: Program, memory: Global, parameters: Sequence[Array], shared_bytes: int, faults: Faults
     ) -> None:
-        self.program, self.memory, self.faults, self.shared_bytes = program, memory, faults, shared_bytes
-        names = (name for name, _ in program.code.parameters)
-        self.parameters = dict(zip(names, parameters, strict=True))
+        self.program, self.memory, self.faults, self._shared_bytes = program, memory, faults, shared_bytes
+        self._fixed: dict[str, Array] = dict(zip(program.code.parameters, parameters, strict=True))
+        self._fixed |= dict.fromkeys(program.code.symbols, np.zeros(1, np.uint32))
+        # Instructions of threads and warps, and barriers.
         self.counts: Counter[str] = Counter()
-        self.registers: dict[str, Array] = {}
+        # Which values of registers follow from memory that nobody has written.
         self.undefined: dict[str, Array] = {}
-        self._unit, self._origin = unit_of(program.code), ""
 
     def run(self, grid: Sequence[int]) -> None:
         """Run all blocks, and compare what they touch."""
-        x, y, _ = self.grid = (*grid, 1, 1)[:3]
-        total, step = math.prod(self.grid), max(1, MAX_THREADS // self.program.code.threads)
+        grid = (*grid, 1, 1)[:3]
+        total, step = math.prod(grid), max(1, MAX_THREADS // self.program.code.threads)
         with np.errstate(all="ignore"):
             for first in range(0, total, step):
-                self._run_blocks(np.arange(first, min(first + step, total)), x, y)
-        self.memory.check_blocks(self.program.code.threads, self.faults)
+                self._run_blocks(np.arange(first, min(first + step, total)), grid)
+        self.memory.check_blocks(self.program.code.threads)
 
-    def _run_blocks(self, numbers: Array, x: int, y: int) -> None:
+    def _run_blocks(self, numbers: Array, grid: Sequence[int]) -> None:
         threads, count = self.program.code.threads, len(numbers)
-        self.lanes, self._count = threads * count, count
+        self.lanes = threads * count
         self.threads, self.blocks = np.tile(np.arange(threads), count), np.repeat(np.arange(count), threads)
-        self.numbers = numbers[self.blocks] * threads + self.threads
-        places = (numbers % x, numbers // x % y, numbers // (x * y))
-        self.places = tuple(each if count == 1 else each[self.blocks] for each in places)
-        self.shared = Shared(count, self.shared_bytes, self._unit, self.faults)
-        self.registers.clear()
+        in_grid = numbers if count == 1 else numbers[self.blocks]
+        self._in_grid = in_grid * threads + self.threads
+        places = (in_grid % grid[0], in_grid // grid[0] % grid[1], in_grid // (grid[0] * grid[1]))
+        axes = {"tid": (self.threads, 0, 0), "ntid": (threads, 1, 1), "ctaid": places, "nctaid": grid}
+        special = {
+            f"%{name}.{axis}": value for name, each in axes.items() for axis, value in zip("xyz", each, strict=True)
+        }
+        special |= {"%laneid": self.threads % 32, "%warpid": self.threads // 32}
+        # Values of all threads that run, of one element where all have the same.
+        self.registers = self._fixed | {name: np.atleast_1d(v).astype(np.uint32) for name, v in special.items()}
         self.undefined.clear()
-        self.epochs, self.warp_epochs, self.copy_groups = (np.zeros(self.lanes, np.int32) for _ in range(3))
-        # Products of `wgmma` that nobody has waited for.
+        self.shared = Shared(count, self._shared_bytes, self.program.code, self.faults)
+        self._epochs, self.warp_epochs, self.copy_groups = (np.zeros(self.lanes, np.int32) for _ in range(3))
+        # Copies of `cp.async` and products of `wgmma` that nobody has waited for.
+        self.copies: list[Any] = []
         self.products: list[Any] = []
         self.product_groups: Counter[int] = Counter()
-        counters, waiting = np.zeros(self.lanes, np.int64), np.zeros(self.lanes, bool)
-        while (chosen := self._choose(counters, waiting)) is not None:
+        counters = np.zeros(self.lanes, np.int64)
+        while (chosen := self._choose(counters)) is not None:
             start, mask = chosen
-            end = self._straight(start, mask)
-            here = np.ones(self.lanes, bool) if mask is None else mask
-            counters[here] = end
-            warps = self.lanes // 32 if mask is None else int(mask.reshape(-1, 32).any(1).sum())
-            self.counts.update(warp_instructions=(end - start) * warps, instructions=(end - start) * int(here.sum()))
+            counters[mask] = end = self._straight(start, mask)
+            warps = self.lanes // 32 if mask is ALL else int(mask.reshape(-1, 32).any(1).sum())
+            count = len(self.threads[mask])
+            self.counts.update(warp_instructions=(end - start) * warps, instructions=(end - start) * count)
             if self.program.steps[end] is None:
-                self._control(self.program.code.instructions[end], mask, here, counters, waiting)
+                self._control(self.program.code.instructions[end], mask, counters)
 
-    def _choose(self, counters: Array, waiting: Array) -> tuple[int, Any] | None:
-        """The instruction to go on with, and the threads that do, None for all; None where all have ended."""
-        if not waiting.any() and (counters == counters[0]).all():
-            return None if counters[0] == _DONE else (int(counters[0]), None)
-        active = ~waiting & (counters != _DONE)
-        if not active.any():
-            if not waiting.any():
-                return None
-            self.faults.note("barrier divergence", None, "threads wait at a barrier for others that have ended")
-            counters[waiting] += 1
-            waiting[:] = False
-            return self._choose(counters, waiting)
-        for counter in np.unique(counters[active]).tolist():
-            mask = active & (counters == counter)
-            if self.program.of_a_warp[counter]:
-                mask &= np.repeat((mask | (counters == _DONE)).reshape(-1, 32).all(1), 32)
+    def _choose(self, counters: Array) -> tuple[int, Any] | None:
+        """The instruction to go on with, and the threads that do; None where all have ended."""
+        if (counters == counters[0]).all():
+            return None if counters[0] == _DONE else (int(counters[0]), ALL)
+        active = counters != _DONE
+        numbers = np.unique(counters[active]).tolist()
+        for counter in numbers:
+            mask, size = counters == counter, self.program.together[counter]
+            mask &= np.repeat((mask | ~active).reshape(-1, size).all(1), size)
             if mask.any():
-                return counter, None if mask.all() else mask
-        counter = int(counters[active].min())
-        self.faults.note("divergence", self.program.code.instructions[counter], "threads of a warp wait for each other")
-        return counter, active & (counters == counter)
+                return counter, mask
+        kind = "barrier divergence" if self.program.steps[numbers[0]] is None else "divergence"
+        self.faults.note(kind, self.program.code.instructions[numbers[0]], True, "threads wait for each other")
+        return numbers[0], counters == numbers[0]
 
     def _straight(self, start: int, mask: Any) -> int:
         """Execute up to the next control instruction, or where others may join in."""
         steps, at = self.program.steps, start
         while (step := steps[at]) is not None:
-            if mask is not None and at > start and (at in self.program.targets or self.program.of_a_warp[at]):
+            if mask is not ALL and at > start and (at in self.program.targets or self.program.together[at] > 1):
                 break
             step(self, mask)
             at += 1
         return at
 
-    def _control(self, instruction: Instruction, mask: Any, here: Array, counters: Array, waiting: Array) -> None:
-        if instruction.op in ("bra", "ret", "exit"):
-            target = self.program.code.labels[instruction.operands[0]] if instruction.op == "bra" else _DONE
-            taken = self.guarded(instruction, mask)
-            counters[here] += 1
-            counters[here if taken is None else taken] = target
-            return
-        waiting |= here
-        per_block = (self._count, self.program.code.threads)
-        arrived = (waiting | (counters == _DONE)).reshape(per_block).all(1)
-        arrived &= waiting.reshape(per_block).any(1)
-        if arrived.any():
-            freed = arrived[self.blocks] & waiting
-            if len(np.unique(counters[freed])) > 1 or (counters.reshape(per_block)[arrived] == _DONE).any():
-                self.faults.note("barrier divergence", instruction, "not all threads of a block come to this barrier")
-            self.epochs[arrived[self.blocks]] += 1
-            self.warp_epochs[arrived[self.blocks]] += 1
-            self.counts["barriers"] += int(arrived.sum())
-            waiting[freed] = False
-            counters[freed] += 1
+    def _control(self, instruction: Instruction, mask: Any, counters: Array) -> None:
+        """Go on elsewhere; at a barrier with what was done before it behind."""
+        taken = self.guarded(instruction, mask) if instruction.guard else mask
+        counters[mask] += 1
+        if instruction.op in _BARRIERS:
+            count, blocks = len(self.threads[taken]), len(np.unique(self.blocks[taken]))
+            what = "not all threads of a block come to this barrier"
+            self.faults.note("barrier divergence", instruction, count != blocks * self.program.code.threads, what)
+            self._epochs[taken] += 1
+            self.warp_epochs[taken] += 1
+            self.counts["barriers"] += blocks
+        else:
+            counters[taken] = self.program.code.labels[instruction.operands[0]] if instruction.op == "bra" else _DONE
 
     # Registers.
-    def get(self, name: str, dtype: np.dtype) -> Array:
-        """A register, of which narrower types take the low bits; one that nobody has written is undefined."""
-        value = self.registers.get(name)
+    def get(self, operand: Any, dtype: np.dtype, mask: Any = ALL) -> Array:
+        """An operand of threads, of which narrower types take the low bits; what nobody has written is undefined."""
+        value = self.registers.get(operand)
         if value is None:
-            self.note_origin(f"the register {name}")
-            self.undefined[name] = _ALL
-            return np.zeros(1, dtype)
+            if operand[0] != "%" or operand not in self.program.code.written:
+                return _constant("-1" if self.program.code.kind_of(operand) else operand, dtype)
+            self.faults.note_origin(f"the register {operand}")
+            self.undefined[operand], value = ~DEFINED, np.zeros(1, dtype)
+        if mask is not ALL and value.size > 1:
+            value = value[mask]
         if value.dtype == dtype:
             return value
+        if dtype == _BOOL:
+            return value != 0
         if value.dtype.itemsize != dtype.itemsize:
             value = value.view(UNSIGNED[value.dtype.itemsize]).astype(UNSIGNED[dtype.itemsize])
         return value.view(dtype)
 
-    def full(self, operand: str, dtype: np.dtype) -> Array:
+    def full(self, operand: Any, dtype: np.dtype, mask: Any = ALL) -> Array:
         """An operand with an element for each thread."""
-        return np.broadcast_to(reader(self.program.code, operand, dtype)(self), self.lanes)
+        return self._spread(self.get(operand, dtype, mask), mask)
 
-    def put(self, name: str, value: Array, mask: Any, undefined: Any = None) -> None:
-        """Set a register of the threads in `mask`; `undefined` says which values nobody has written."""
+    def _spread(self, value: Array, mask: Any) -> Array:
+        return value if value.size > 1 else np.broadcast_to(value, len(self.threads[mask]))
+
+    def put(self, name: str, value: Array, mask: Any, undefined: Array = DEFINED) -> None:
+        """Set a register of threads; `undefined` says which values nobody has written."""
         if name == "_":
             return
-        if mask is not None:
-            old, was = self.registers.get(name), self.undefined.get(name)
+        if mask is not ALL:
+            old, was = self.registers.get(name), self.undefined.get(name, DEFINED)
             if old is None:
-                old, was = np.zeros(1, value.dtype), _ALL
-            value = np.where(mask, value, old.view(value.dtype))
-            if undefined is not None or was is not None:
-                undefined = np.where(mask, False if undefined is None else undefined, False if was is None else was)
+                old, was = np.zeros(1, value.dtype), ~DEFINED
+            value = self._merged(old.view(value.dtype), value, mask)
+            undefined = self._merged(was, undefined, mask) if was is not undefined else undefined
         self.registers[name] = value
-        if undefined is not None and undefined.any():
+        if undefined is not DEFINED and undefined.any():
             self.undefined[name] = undefined
         elif self.undefined:
             self.undefined.pop(name, None)
 
-    def put_some(self, name: str, values: Array, mask: Any, undefined: Any = None) -> None:
-        """Set a register, given values of the threads in `mask` alone."""
-        if mask is not None:
-            whole, numbers = np.zeros(self.lanes, values.dtype), np.flatnonzero(mask)
-            whole[numbers] = values
-            if undefined is not None:
-                undefined, part = np.zeros(self.lanes, bool), undefined
-                undefined[numbers] = part
-            values = whole
-        self.put(name, values, mask, undefined)
+    def put_each(self, names: Sequence[str], values: Array, mask: Any, undefined: Array) -> None:
+        """Set registers to the columns of `[lane, register]`."""
+        for name, value, each in zip(names, np.ascontiguousarray(values.T), undefined.T, strict=True):
+            self.put(name, value, mask, each)
 
-    def undefined_of(self, names: Sequence[str]) -> Any:
-        """Which values that follow from some registers are undefined; None for none."""
-        found = None
-        for name in names:
-            each = self.undefined.get(name)
-            if each is not None:
-                found = each if found is None else found | each
+    def _merged(self, old: Array, new: Array, mask: Any) -> Array:
+        merged = np.broadcast_to(old, self.lanes).copy()
+        merged[mask] = new
+        return merged
+
+    def undefined_of(self, names: Sequence[str], mask: Any = ALL) -> Array:
+        """Which values that follow from some registers are undefined; the same `DEFINED` where none is."""
+        found = DEFINED
+        if self.undefined:
+            for name in names:
+                if (each := self.undefined.get(name)) is not None:
+                    found = found | (each if each.size == 1 else each[mask])
         return found
 
     def must_be_defined(self, instruction: Instruction, names: Sequence[str], mask: Any, what: str) -> None:
         """Fault what an instruction does with undefined values."""
-        found = self.undefined_of(names) if self.undefined else None
-        if found is not None:
-            found = np.broadcast_to(found, self.lanes)
-            found = found if mask is None else found & mask
-            if found.any():
-                self.faults.note("undefined value", instruction, f"{what} follows from {self._origin}", found.sum())
-
-    def note_origin(self, what: str) -> None:
-        """Remember the first read of what nobody wrote."""
-        self._origin = self._origin or f"{what}, which nobody wrote"
+        found = self.undefined_of(names, mask)
+        if found is not DEFINED:
+            what = f"{what} follows from {self.faults.origin}"
+            self.faults.note("undefined value", instruction, self._spread(found, mask), what)
 
     def guarded(self, instruction: Instruction, mask: Any) -> Any:
-        """The threads that execute an instruction, None for all."""
-        if instruction.guard is None:
-            return mask
-        predicate = self.get(instruction.guard, KINDS["pred"])
-        self.must_be_defined(instruction, [instruction.guard], mask, "a predicate")
-        predicate = np.broadcast_to(~predicate if instruction.is_negated else predicate, self.lanes)
-        if mask is None:
-            return None if predicate.all() else predicate
-        return predicate & mask
+        """The threads for which the guard of an instruction holds."""
+        self.must_be_defined(instruction, [str(instruction.guard)], mask, "a predicate")
+        predicate = self.get(instruction.guard, _BOOL, mask) ^ instruction.is_negated
+        return mask if predicate.all() else self._merged(DEFINED, predicate, mask)
 
-    # Places in memory.
-    def _addresses(self, instruction: Instruction, address: Address, numbers: Array, mask: Any) -> Array:
+    # Memory.
+    def lanes_of(self, mask: Any) -> Lanes:
+        """The threads in a mask, or of some numbers."""
+        columns = (np.arange(self.lanes), self._in_grid, self.blocks, self.threads, self._epochs, self.warp_epochs)
+        return Lanes(*(each[mask] for each in columns))
+
+    def addresses(self, instruction: Instruction, address: Address, mask: Any, memory: Memory) -> Array:
+        """Where accesses of threads go in the data of a memory."""
         self.must_be_defined(instruction, [address.base], mask, "an address")
         kind = KINDS["u64" if self.program.code.kind_of(address.base) == "b64" else "u32"]
-        return self.full(address.base, kind)[numbers].astype(np.int64) + address.offset
+        at = self.full(address.base, kind, mask).astype(np.int64) + address.offset
+        return at - BASE if memory is self.memory else self.shared.find(self.lanes_of(mask), at)
 
-    def shared_place(self, instruction: Instruction, address: Address, lanes: Lanes, size: int, mask: Any) -> Array:
-        """Offsets of accesses of some threads to the shared memory of their blocks."""
-        return self.shared.place(instruction, self._addresses(instruction, address, lanes.numbers, mask), size)
-
-    def global_place(self, instruction: Instruction, address: Address, numbers: Array, size: int, mask: Any) -> Array:
-        """Offsets of accesses of some threads to global memory."""
-        at = self._addresses(instruction, address, numbers, mask)
-        return self.memory.place(instruction, at, size, self.faults)
-
-    def lanes_of(self, mask: Any) -> Lanes:
-        """The threads in a mask."""
-        numbers = np.arange(self.lanes) if mask is None else np.flatnonzero(mask)
-        return Lanes(
-            numbers, self.blocks[numbers], self.threads[numbers], self.epochs[numbers], self.warp_epochs[numbers]
-        )
+    def space(self, instruction: Instruction) -> Memory:
+        """The memory that an instruction is about."""
+        for name, memory in (("shared", self.shared), ("global", self.memory)):
+            if name in instruction.qualifiers:
+                return memory
+        raise instruction.unsupported()

@@ -1,7 +1,11 @@
-"""Global memory of a launch: storages between gaps, whose every byte knows if it is anybody's and has a value."""
+"""Memory whose every byte knows if it is anybody's and has a value, and that of a launch's arguments.
+
+All loads, stores and copies go through `Memory`; `Global` and `Shared` add what their accesses are checked for.
+"""
 
 from __future__ import annotations
 
+import ctypes
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -9,9 +13,13 @@ import numpy as np
 from primitives.testing._ptx.arithmetic import UNSIGNED
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from torch import Tensor
+
     from primitives.testing._ptx.code import Instruction
 
-__all__ = ["BASE", "SECTOR_BYTES", "Access", "Fault", "Faults", "Memory", "Traffic"]
+__all__ = ["BASE", "SECTOR_BYTES", "Fault", "Faults", "Global", "Lanes", "Memory", "Traffic"]
 
 Array = Any
 
@@ -19,6 +27,8 @@ Array = Any
 # another storage.
 BASE, GAP = 1 << 40, 512
 SECTOR_BYTES = 32
+# A word whose every byte is 1.
+_ONES = {size: kind.type(int.from_bytes(b"\1" * size, "little")) for size, kind in UNSIGNED.items()}
 
 
 class Fault(NamedTuple):
@@ -47,25 +57,116 @@ class Faults(dict[tuple[str, int], Fault]):
 
     def __init__(self, kernel: str) -> None:
         super().__init__()
-        self._kernel = kernel
+        self._kernel, self.origin = kernel, ""
 
-    def note(self, kind: str, instruction: Instruction | None, detail: str, count: int = 1) -> None:
-        """Count one kind of fault of one instruction, of which the first detail is kept."""
+    def note(self, kind: str, instruction: Instruction | None, wrong: Any, detail: Callable[[int], str] | str) -> None:
+        """Count where an instruction is wrong; the detail of the first place is kept."""
+        if not (count := int(np.count_nonzero(wrong))):
+            return
         line, text = (0, "") if instruction is None else (instruction.line, f": `{instruction.text}`")
-        found = self.get((kind, line))
-        before, first = (0, detail + text) if found is None else (found.times, found.detail)
-        self[kind, line] = Fault(self._kernel, kind, line, before + int(count), first)
+        if (found := self.get((kind, line))) is None:
+            first = detail if isinstance(detail, str) else detail(int(np.flatnonzero(wrong)[0]))
+            found = Fault(self._kernel, kind, line, 0, first + text)
+        self[kind, line] = found._replace(times=found.times + count)
+
+    def note_origin(self, what: str) -> None:
+        """Remember the first read of what nobody wrote, which later faults follow from."""
+        self.origin = self.origin or f"{what}, which nobody wrote"
 
 
-class Access(NamedTuple):
+class Lanes(NamedTuple):
+    """Threads that execute an instruction: among those that run, in the grid, in their block, and barriers so far.
+
+    A barrier of the block also counts as one of the warp.
+    """
+
+    numbers: Array
+    in_grid: Array
+    blocks: Array
+    threads: Array
+    epochs: Array
+    warp_epochs: Array
+
+
+class Memory:
+    """Bytes `data`, of which `valid` are anybody's, and nobody has written `undefined`."""
+
+    # What it is when threads store different values at one place in one instruction.
+    lost = "replicas differ"
+    data: Array
+    valid: Array
+    undefined: Array
+
+    def __init__(self, faults: Faults) -> None:
+        self.faults = faults
+
+    def where(self, at: int) -> str:
+        """A place in words."""
+        raise NotImplementedError
+
+    def check(self, instruction: Instruction, lanes: Lanes, at: Array, size: int, changed: Any = None) -> None:
+        """Look at a load, or a store of which `changed`, `[lane, count]`, are places that have other values yet."""
+        raise NotImplementedError
+
+    def load(
+        self, instruction: Instruction, lanes: Lanes, at: Array, count: int, dtype: np.dtype
+    ) -> tuple[Array, Array]:
+        """Values `[lane, count]`, and which of them nobody has written."""
+        at = self.place(instruction, at, count * dtype.itemsize)
+        self.check(instruction, lanes, at, count * dtype.itemsize)
+        index = at[:, None] // dtype.itemsize + np.arange(count)
+        undefined = self.undefined.view(UNSIGNED[dtype.itemsize])[index] != 0
+        if undefined.any():
+            self.faults.note_origin(self.where(int(at[undefined.any(1)][0])))
+        return self.data.view(dtype)[index], undefined
+
+    def store(self, instruction: Instruction, lanes: Lanes, at: Array, values: Array, undefined: Array) -> None:
+        """Store words `[lane, count]`, of which some are undefined."""
+        count, size = values.shape[1], values.itemsize
+        at = self.place(instruction, at, count * size)
+        index = at[:, None] // size + np.arange(count)
+        data, shadow = self.data.view(values.dtype), self.undefined.view(values.dtype)
+        self.check(instruction, lanes, at, count * size, (data[index] != values) | (shadow[index] != 0))
+        data[index], shadow[index] = values, undefined * _ONES[size]
+        kept = data[index]
+
+        def detail(first: int) -> str:
+            kind, place = f"f{size}" if size > 1 else "u1", slice(first, first + 1)
+            mine, theirs = (each.ravel()[place].view(kind)[0] for each in (values, kept))
+            return f"threads store {mine:.9g} and {theirs:.9g} at one place, {self.where(int(at[first // count]))}"
+
+        # Copies of one result in several threads, which fused products can leave a rounding apart.
+        self.faults.note(self.lost, instruction, kept != values, detail)
+
+    def place(self, instruction: Instruction, found: Array, size: int) -> Array:
+        """Where accesses go in `data`; one that may not be is reported, and goes to what is nobody's."""
+        at, word = found - found % size, min(size, 8)
+        outside = (at < 0) | (at > len(self.data) - size)
+        index = np.where(outside, 0, at)[:, None] // word + np.arange(size // word)
+        outside |= (self.valid.view(UNSIGNED[word])[index] != _ONES[word]).any(1)
+        for kind, wrong in (("misaligned", at != found), ("out of bounds", outside)):
+            self.faults.note(kind, instruction, wrong, lambda i: f"{size} bytes at {self.where(int(found[i]))}")
+        return np.where(outside, 0, at)
+
+
+class _Span(NamedTuple):
+    """A storage: where it begins here, names of its tensors, and of each byte the value, and what `Memory` knows."""
+
+    at: int
+    name: str
+    data: Array
+    valid: Array
+    undefined: Array
+
+
+class _Access(NamedTuple):
     """One execution of a load or store: first byte, threads by number in the grid, and what a store changed."""
 
-    is_store: bool
     instruction: Instruction
     size: int
     at: Array
     threads: Array
-    changed: Array | None = None
+    changed: Array | None
 
 
 class Traffic(NamedTuple):
@@ -86,92 +187,91 @@ class Traffic(NamedTuple):
     widths: frozenset[int]
 
 
-class Memory:
-    """Storages are added first; `data`, `valid` and `undefined` have a byte for each of theirs."""
+class Global(Memory):
+    """The storages of tensors, between gaps; of those by address, `unwritten` says which bytes nobody has written."""
 
-    def __init__(self) -> None:
-        self._spans: list[tuple[int, str, Array]] = []
-        self._parts: list[tuple[Array, Array, Array | None]] = []
-        self.size = GAP
-        self.accesses: list[Access] = []
+    lost = "block race"
 
-    def add(self, name: str, data: Array, valid: Array, undefined: Array | None, alignment: int) -> int:
-        """Add a storage whose address leaves `alignment` when divided by 512; returns its address here."""
-        at, self.size = self.size + alignment, -(-(self.size + alignment + len(data) + GAP) // GAP) * GAP
-        self._spans.append((at, name, data))
-        self._parts.append((data, valid, undefined))
-        return BASE + at
-
-    def freeze(self) -> None:
-        """Put the storages side by side."""
-        self.data, self.valid, self.undefined = (np.zeros(self.size, np.uint8) for _ in range(3))
-        for (at, *_), (data, valid, undefined) in zip(self._spans, self._parts, strict=True):
+    def __init__(self, tensors: Iterable[tuple[str, Tensor]], unwritten: Mapping[int, Array], faults: Faults) -> None:
+        super().__init__(faults)
+        found: dict[int, tuple[list[str], Array]] = {}
+        for name, each in tensors:
+            storage, size = each.untyped_storage(), each.element_size()
+            if storage.nbytes():
+                names, valid = found.setdefault(storage.data_ptr(), ([], np.zeros(storage.nbytes(), np.uint8)))
+                names.append(name)
+                strides = (*(stride * size for stride in each.stride()), 1)
+                start = valid[each.storage_offset() * size :]
+                np.lib.stride_tricks.as_strided(start, (*each.shape, size), strides)[...] = 1
+        self._spans: dict[int, _Span] = {}
+        self._size = GAP
+        for pointer, (names, valid) in found.items():
+            data = np.ctypeslib.as_array((ctypes.c_uint8 * len(valid)).from_address(pointer))
+            at, undefined = self._size + pointer % GAP, unwritten.get(pointer, np.zeros_like(valid))
+            self._spans[pointer] = _Span(at, ", ".join(names), data, valid, undefined)
+            self._size = -(-(at + len(data) + GAP) // GAP) * GAP
+        self.data, self.valid, self.undefined = (np.zeros(self._size, np.uint8) for _ in range(3))
+        for at, _, data, valid, undefined in self._spans.values():
             span = slice(at, at + len(data))
-            self.data[span], self.valid[span] = data, valid
-            if undefined is not None:
-                self.undefined[span] = undefined & valid
+            self.data[span], self.valid[span], self.undefined[span] = data, valid, undefined & valid
+        # Loads, and stores.
+        self._accesses: tuple[list[_Access], list[_Access]] = [], []
+
+    def address(self, tensor: Tensor) -> int:
+        """Where kernels find a tensor; 0 for one without memory."""
+        span = self._spans.get(tensor.untyped_storage().data_ptr())
+        return 0 if span is None else BASE + span.at + int(tensor.storage_offset()) * tensor.element_size()
 
     def write_back(self) -> None:
-        """Put what the kernel has stored into the storages."""
-        for at, _, data in self._spans:
+        """Put what the kernel has stored into the storages, and into what nobody has written of them."""
+        for at, _, data, valid, undefined in self._spans.values():
             data[:] = self.data[at : at + len(data)]
+            # Where no element lies nothing has changed.
+            undefined &= self.undefined[at : at + len(data)] | ~valid & 1
 
-    def where(self, offset: int) -> str:
-        """A place in words."""
-        at, name, data = min(self._spans, key=lambda span: max(span[0] - offset, offset - span[0] - len(span[2]) + 1))
-        return f"byte {offset - at} of {name} ({len(data)} bytes)"
+    def where(self, at: int) -> str:
+        """The byte of the nearest storage."""
+        spans = self._spans.values()
+        start, name, data, *_ = min(spans, key=lambda span: max(span.at - at, at - span.at - len(span.data) + 1))
+        return f"byte {at - start} of {name} ({len(data)} bytes)"
 
-    def place(self, instruction: Instruction, addresses: Array, size: int, faults: Faults) -> Array:
-        """Offsets of accesses; one that may not be is reported, and goes to the gap before all storages."""
-        at = addresses - BASE
-        odd = at % size != 0
-        if odd.any():
-            faults.note("misaligned", instruction, f"{size} bytes at {self.where(int(at[odd][0]))}", odd.sum())
-            at = at - at % size
-        outside = (at < 0) | (at > self.size - size)
-        inside, word = np.where(outside, 0, at), min(size, 8)
-        valid, ones = self.valid.view(UNSIGNED[word]), int.from_bytes(b"\1" * word, "little")
-        for part in range(size // word):
-            outside |= valid[inside // word + part] != ones
-        if outside.any():
-            faults.note(
-                "out of bounds", instruction, f"{size} bytes at {self.where(int(at[outside][0]))}", outside.sum()
-            )
-        return np.where(outside, 0, at)
+    def check(self, instruction: Instruction, lanes: Lanes, at: Array, size: int, changed: Any = None) -> None:
+        """Remember an access for `check_blocks` and `traffic`."""
+        self._accesses[changed is not None].append(_Access(instruction, size, at, lanes.in_grid, changed))
 
-    def check_blocks(self, threads: int, faults: Faults) -> None:
+    def check_blocks(self, threads: int) -> None:
         """Blocks run in any order: none may touch what another one stores, unless that was there before."""
-        unit = min([1 if access.size == 1 else 2 for access in self.accesses], default=2)
-        writer = np.full(self.size // unit, -1, np.int64)
-        for access in sorted(self.accesses, key=lambda access: not access.is_store):
+        loads, stores = self._accesses
+        unit = min([1 if access.size == 1 else 2 for access in (*loads, *stores)], default=2)
+        writer = np.full(self._size // unit, -1, np.int64)
+        for access in (*stores, *loads):
             blocks = (access.threads // threads)[:, None]
             units = access.at[:, None] // unit + np.arange(access.size // unit)
             other = (writer[units] >= 0) & (writer[units] != blocks)
             if access.changed is not None:
-                other &= access.changed[:, None]
+                other &= access.changed.any(1)[:, None]
                 writer[units] = blocks
             if other.any():
-                place = self.where(int(units[other][0]) * unit)
-                verb = "stores" if access.is_store else "loads"
-                faults.note("block race", access.instruction, f"{verb} what another block stores, {place}", other.sum())
+                what = "loads" if access.changed is None else "stores"
+                what += f" what another block stores, {self.where(int(units[other][0]) * unit)}"
+                self.faults.note("block race", access.instruction, other, what)
 
     def traffic(self, is_store: bool, threads: int) -> dict[str, Traffic]:
         """What was loaded, or stored, by storage."""
-        accesses = [access for access in self.accesses if access.is_store == is_store and access.at.size]
         found = {}
-        for start, name, data in self._spans:
+        for start, name, data, *_ in self._spans.values():
             num_bytes, requests, sectors, widths = 0, 0, 0, set()
             touched = np.zeros(len(data), bool)
-            for access in accesses:
+            for access in self._accesses[is_store]:
                 inside = (access.at >= start) & (access.at < start + len(data))
                 if not inside.any():
                     continue
                 at, lanes = access.at[inside], access.threads[inside]
                 widths.add(access.size)
-                num_bytes += access.size * len(np.unique(lanes // threads * self.size + at))
+                num_bytes += access.size * len(np.unique(lanes // threads * self._size + at))
                 requests += len(np.unique(lanes // 32))
                 sector = at[:, None] // SECTOR_BYTES + np.arange(-(-access.size // SECTOR_BYTES))
-                sectors += len(np.unique(lanes[:, None] // 32 * self.size + sector))
+                sectors += len(np.unique(lanes[:, None] // 32 * self._size + sector))
                 touched[((at - start)[:, None] + np.arange(access.size)).ravel()] = True
             found[name] = Traffic(num_bytes, int(touched.sum()), requests, sectors, frozenset(widths))
         return found

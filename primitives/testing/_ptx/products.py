@@ -1,24 +1,95 @@
-"""Instructions on matrices: `ldmatrix` and `stmatrix`, and products of one warp (`mma`) or of four (`wgmma`)."""
+"""Instructions on matrices: `ldmatrix` and `stmatrix`, and products of one warp (`mma`) or of four (`wgmma`).
+
+A fragment is a thread's share of a matrix: so many registers, each with as many elements as fit. The layouts are those
+of "Matrix Fragments for mma" and of "Register Fragments" and "Shared Memory Matrix Layout" for wgmma in the PTX manual.
+"""
 
 from __future__ import annotations
 
+import functools
+import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from primitives.testing._ptx import matrices
-from primitives.testing._ptx.arithmetic import KINDS, UNSIGNED
+from primitives.testing._ptx.arithmetic import KINDS, UNSIGNED, decode
 from primitives.testing._ptx.machine import Machine, executes
-from primitives.testing._ptx.shared import Lanes
 
 if TYPE_CHECKING:
-    from primitives.testing._ptx.code import Address, Instruction
+    from primitives.testing._ptx.code import Instruction
 
 Array = Any
 
-_U32, _U64 = KINDS["u32"], KINDS["u64"]
-# Row and column of both elements `[lane, 2]` that a thread has of a matrix of 8 x 8.
+_U16, _U32, _U64 = KINDS["u16"], KINDS["u32"], KINDS["u64"]
+# Rows and columns of both elements `[lane, 2]` that a thread has of a matrix of 8 x 8.
 _PAIRS = np.broadcast_arrays(np.arange(32)[:, None] // 4, 2 * (np.arange(32)[:, None] % 4) + np.arange(2))
+
+_SIZES = {"bf16": 2, "f16": 2, "tf32": 4, "f64": 8}
+# Bytes of a row of an atom in shared memory by the swizzle that its descriptor names.
+_ROW_BYTES = (16, 128, 64, 32)
+
+
+def _shape_of(instruction: Instruction) -> tuple[int, int, str]:
+    """Columns of the result, the length of its sums, and the kind of what is multiplied."""
+    found = re.search(r"\.m\d+n(\d+)k(\d+)\.(?:.*\.)?(f64\.(f64)\.f64|f32\.(tf32|bf16|f16)\.\5)", instruction.text)
+    if found is None:
+        raise instruction.unsupported()
+    return int(found[1]), int(found[2]), found[4] or found[5]
+
+
+@functools.cache
+def _fragments(left: int, right: int, result: int, size: int) -> tuple[Any, Any, Any]:
+    """Rows and columns of a thread's share of both factors, `[lane, register, element]`, and of the result.
+
+    Arguments are numbers of registers, and the bytes of an element. A result has 16 rows a warp, an element a register.
+    """
+    per = max(4 // size, 1)
+    lane, register, element = np.ogrid[:32, : max(left, right, result), :per]
+    group, thread = lane // 4, lane % 4
+    inner = per * thread + element
+    a = group + 8 * (register % 2), inner + 4 * per * (register // 2)
+    b = inner + 4 * per * register, group
+    c = group + 8 * (register // 2 % 2), 8 * (register // 4) + 2 * thread + register % 2
+    a, b, c = (np.broadcast_arrays(*each, register + 0 * element)[:2] for each in (a, b, c))
+    return [x[:, :left] for x in a], [x[:, :right] for x in b], [x[:, :result, 0] for x in c]
+
+
+def _elements(kind: str, words: Array) -> Array:
+    """The numbers in registers `[..., register]`, as `[..., register, element]`."""
+    if kind == "f64":
+        return words.view(np.float64)[..., None]
+    if kind == "tf32":
+        # The lower bits of the mantissa are not looked at.
+        return (words & np.uint32(0xFFFFE000)).view(np.float32)[..., None]
+    return decode(kind, np.ascontiguousarray(words).view(np.uint16).reshape(*words.shape, -1))
+
+
+def _whole(words: Array, place: Any, kind: str) -> Array:
+    """The matrices `[warp, row, column]` whose fragments are in registers `[warp, lane, register]`."""
+    (rows, cols), values = place, _elements(kind, words)
+    matrix = np.zeros((len(words), rows.max() + 1, cols.max() + 1), values.dtype)
+    matrix[:, rows, cols] = values
+    return matrix
+
+
+def _addresses(descriptor: int, outer: int, inner: int, size: int, is_outer_adjacent: bool) -> Array:
+    """Bytes `[outer, inner]` in shared memory, of elements of `size` bytes, where a descriptor of `wgmma` has them.
+
+    `inner` is the dim that is summed over. An atom has 8 rows of `row_bytes`. Rows lie along the outer dim, or where
+    elements beside each other in memory are those of the outer dim, along the inner one. The descriptor has the first
+    byte, and the bytes between atoms along the dim whose elements are adjacent, and between groups of 8 rows.
+    """
+    start, leading, stride = (16 * (descriptor >> shift & 0x3FFF) for shift in (0, 16, 32))
+    row_bytes = _ROW_BYTES[descriptor >> 62]
+    i, j = np.ogrid[:outer, :inner]
+    row, col = (j, i) if is_outer_adjacent else (i, j)
+    if row_bytes == 16 and is_outer_adjacent:
+        # Without a swizzle the two change places.
+        leading, stride = stride, leading
+    per_row = row_bytes // size
+    at = start + row % 8 * row_bytes + row // 8 * stride + col % per_row * size + col // per_row * leading
+    # The swizzle: bits of the number of the row within the atom turn those of the chunk of 16 bytes.
+    return at ^ (at >> 7 & (row_bytes // 16 - 1)) << 4
 
 
 class _Product(NamedTuple):
@@ -27,160 +98,123 @@ class _Product(NamedTuple):
     warpgroup: int
     group: int
     out: tuple[str, ...]
-    is_undefined: bool
+    undefined: Any
     units: list[Array]
 
 
-def _by_warp(machine: Machine, names: tuple[str, ...], dtype: np.dtype = _U32) -> Array:
+def _by_warp(machine: Machine, names: tuple[str, ...], mask: Any, dtype: np.dtype = _U32) -> Array:
     """Registers `[warp, lane, register]`."""
-    return np.stack([machine.full(each, dtype).reshape(-1, 32) for each in names], 2)
+    return np.stack([machine.full(each, dtype, mask).reshape(-1, 32) for each in names], 2)
 
 
-def _undefined_of_warps(machine: Machine, names: Any) -> Any:
-    """Which values are undefined that follow from registers of all threads of a warp; None for none."""
-    found = machine.undefined_of(names)
-    return None if found is None else np.repeat(np.broadcast_to(found, machine.lanes).reshape(-1, 32).any(1), 32)
+def _of_warps(undefined: Array) -> Array:
+    """What follows from values of all threads of a warp."""
+    return undefined if undefined.size == 1 else np.repeat(undefined.reshape(-1, 32).any(1), 32)
 
 
-def _rows(machine: Machine, instruction: Instruction, address: Address, count: int, mask: Any) -> Any:
-    """The threads that have the addresses of the rows of `count` matrices, their places, and a thread's pairs."""
+@executes("ldmatrix", "stmatrix")
+def move_matrix(machine: Machine, instruction: Instruction, mask: Any) -> None:
+    """Matrices of 8 x 8 numbers of 16 bits: each thread names a row, and has two elements of each matrix."""
     if not {"m8n8", "b16"} <= {*instruction.qualifiers}:
         raise instruction.unsupported()
-    is_row = machine.threads % 32 < 8 * count
-    lanes = machine.lanes_of(is_row if mask is None else is_row & mask)
-    place = machine.shared_place(instruction, address, lanes, 16, mask)
-    return lanes, place, _PAIRS[::-1] if "trans" in instruction.qualifiers else _PAIRS
-
-
-@executes("ldmatrix")
-def load_matrix(machine: Machine, instruction: Instruction, mask: Any) -> None:
-    """Matrices of 8 x 8 numbers of 16 bits: each thread names a row, and gets two elements of each matrix."""
-    targets, address = instruction.operands
-    lanes, at, pairs = _rows(machine, instruction, address, len(targets), mask)
-    values, defined = machine.shared.load(instruction, lanes, at, 8, KINDS["u16"])
-    values = values.reshape(-1, len(targets), 8, 8)
-    undefined = None
-    if not defined.all():
-        machine.note_origin(f"byte {int(at[~defined.all(1)][0])} of shared memory")
-        undefined = np.repeat(~defined.reshape(len(values), -1).all(1), 32)
-    for number, name in enumerate(targets):
-        words = np.ascontiguousarray(values[:, number][(slice(None), *pairs)]).view(_U32)
-        machine.put_some(name, words.ravel(), mask, undefined)
-
-
-@executes("stmatrix")
-def store_matrix(machine: Machine, instruction: Instruction, mask: Any) -> None:
-    """The opposite of `ldmatrix`."""
-    address, sources = instruction.operands
-    lanes, at, pairs = _rows(machine, instruction, address, len(sources), mask)
-    words = _by_warp(machine, sources)
-    matrix = np.zeros((len(words), len(sources), 8, 8), np.uint16)
-    for number in range(len(sources)):
-        values = np.ascontiguousarray(words[:, :, number]).view(np.uint16).reshape(-1, 32, 2)
-        matrix[(slice(None), number, *pairs)] = values
-    undefined = _undefined_of_warps(machine, sources)
-    values = matrix[lanes.numbers // 32, lanes.numbers % 32 // 8, lanes.numbers % 8]
-    machine.shared.store(instruction, lanes, at, values, None if undefined is None else undefined[lanes.numbers])
+    is_load = instruction.op == "ldmatrix"
+    names, address = instruction.operands if is_load else instruction.operands[::-1]
+    pairs = _PAIRS[::-1] if "trans" in instruction.qualifiers else _PAIRS
+    lanes, count = machine.lanes_of(mask), len(names)
+    rows = lanes.numbers[lanes.threads % 32 < 8 * count]
+    at, lanes = machine.addresses(instruction, address, rows, machine.shared), machine.lanes_of(rows)
+    if is_load:
+        values, undefined = machine.shared.load(instruction, lanes, at, 8, _U16)
+        values = values.reshape(-1, count, 8, 8)[:, :, pairs[0], pairs[1]]
+        words = np.ascontiguousarray(values.swapaxes(1, 2)).view(_U32).reshape(-1, count)
+        undefined = np.repeat(undefined.reshape(len(values), -1).any(1), 32)
+        machine.put_each(names, words, mask, np.broadcast_to(undefined[:, None], words.shape))
+        return
+    words = _by_warp(machine, names, mask)
+    matrix = np.zeros((len(words), count, 8, 8), np.uint16)
+    matrix[:, :, pairs[0], pairs[1]] = words.view(np.uint16).reshape(-1, 32, count, 2).swapaxes(1, 2)
+    undefined = _of_warps(machine.undefined_of(names))
+    undefined = undefined if undefined.size == 1 else undefined[rows]
+    machine.shared.store(instruction, lanes, at, matrix.reshape(-1, 8), undefined[:, None])
 
 
 @executes("mma")
 def multiply(machine: Machine, instruction: Instruction, mask: Any) -> None:
     """A product of matrices that are spread over the registers of a warp."""
-    shape = matrices.shape_of(instruction)
+    *_, kind = _shape_of(instruction)
     out, *names = ((each,) if isinstance(each, str) else each for each in instruction.operands)
-    words = [_by_warp(machine, each, _U64 if shape.kind == "f64" else _U32) for each in names]
-    counts = [each.shape[-1] for each in words]
-    left, right, (rows, cols) = matrices.fragments(counts[0], counts[1], counts[2], shape.size)
-    a = np.zeros((len(words[0]), shape.m, shape.k), shape.dtype)
-    b = np.zeros((len(words[0]), shape.k, shape.n), shape.dtype)
-    a[(slice(None), *left)] = matrices.elements(shape.kind, words[0])
-    b[(slice(None), *right)] = matrices.elements(shape.kind, words[1])
-    result = np.matmul(a, b)[:, rows, cols] + words[2].view(shape.dtype)
-    undefined = _undefined_of_warps(machine, sum(names, ()))
-    for number, name in enumerate(out):
-        machine.put(name, np.ascontiguousarray(result[:, :, number]).ravel(), mask, undefined)
+    a, b, c = (_by_warp(machine, each, mask, _U64 if kind == "f64" else _U32) for each in names)
+    left, right, (rows, cols) = _fragments(*(each.shape[-1] for each in (a, b, c)), _SIZES[kind])
+    product = np.matmul(_whole(a, left, kind), _whole(b, right, kind))
+    result = (product[:, rows, cols] + c.view(product.dtype)).reshape(-1, len(out))
+    undefined = _of_warps(machine.undefined_of(sum(names, ()), mask))
+    machine.put_each(out, result, mask, np.broadcast_to(undefined[:, None], result.shape))
 
 
 @executes("wgmma")
 def multiply_asynchronously(machine: Machine, instruction: Instruction, mask: Any) -> None:
     """`wgmma`: products of four warps, at least one factor of which lies in shared memory."""
-    form, lanes = instruction.qualifiers[0], machine.lanes_of(mask)
-    for warpgroup in np.unique(lanes.numbers // 128).tolist():
+    form = instruction.qualifiers[0]
+    for warpgroup in np.unique(machine.lanes_of(mask).numbers // 128).tolist():
+        threads = np.arange(128 * warpgroup, 128 * warpgroup + 128)
         if form == "commit_group":
             machine.product_groups[warpgroup] += 1
         elif form == "wait_group":
-            _wait(machine, warpgroup, int(instruction.operands[0]))
+            _wait(machine, warpgroup, threads, int(instruction.operands[0]))
         elif form == "mma_async":
-            _begin_product(machine, instruction, warpgroup)
+            _begin_product(machine, instruction, warpgroup, threads)
         elif form != "fence":
             raise instruction.unsupported()
 
 
-def _begin_product(machine: Machine, instruction: Instruction, warpgroup: int) -> None:
-    shape = matrices.shape_of(instruction)
+def _begin_product(machine: Machine, instruction: Instruction, warpgroup: int, threads: Array) -> None:
+    cols, inner, kind = _shape_of(instruction)
     out, left, right, keeps, *numbers = instruction.operands
-    turns = [each == "1" for each in numbers[2:]]
-    if numbers[:2] != ["1", "1"] or shape.size > 4:
+    turns, word = [each == "1" for each in numbers[2:]], UNSIGNED[_SIZES[kind]]
+    if numbers[:2] != ["1", "1"] or kind == "f64":
         raise instruction.unsupported()
-    first = 128 * warpgroup
-    threads, mask = slice(first, first + 128), np.zeros(machine.lanes, bool)
-    mask[threads] = True
+    names: tuple[str, ...] = left if isinstance(left, tuple) else ()
     reads: list[tuple[Array, Array]] = []
 
     def shared(operand: Any, outer: int, is_turned: bool) -> Array:
-        words = machine.full(operand, _U64)[threads]
+        words = machine.full(operand, _U64, threads)
         if (words != words[0]).any() or int(words[0]) >> 49 & 7:
             raise instruction.unsupported()
-        at = matrices.addresses(int(words[0]), outer, shape.k, shape.size, is_turned)
-        chunks = np.unique(at // 16 * 16)
-        lanes = Lanes(*(np.full(len(chunks), each[first]) for each in machine.lanes_of(None)))
-        placed = machine.shared.place(instruction, chunks, 16)
-        reads.append(machine.shared.begin_reading(instruction, lanes, placed))
-        at = placed[np.searchsorted(chunks, at // 16 * 16)] + at % 16
-        view = machine.shared.data.view(UNSIGNED[shape.size])
-        words = view[(machine.blocks[first] * machine.shared.pitch + at) // shape.size]
-        return matrices.elements(shape.kind, words[..., None])[..., 0, 0]
+        at = _addresses(int(words[0]), outer, inner, word.itemsize, is_turned)
+        chunks, place = np.unique(at // 16, return_inverse=True)
+        lanes = machine.lanes_of(np.full(len(chunks), threads[0]))
+        chunks = machine.shared.find(lanes, 16 * chunks)
+        values, *read = machine.shared.begin_product(instruction, lanes, chunks, word)
+        reads.append((read[0], read[1]))
+        return _elements(kind, values[place.reshape(at.shape), at % 16 // word.itemsize, None])[..., 0, 0]
 
-    names: tuple[str, ...] = left if isinstance(left, tuple) else ()
-    of_left, _, (rows, cols) = matrices.fragments(len(names), 0, len(out), shape.size)
+    of_left, _, at = _fragments(len(names), 0, len(out), word.itemsize)
     if names:
-        a = np.zeros((4, 16, shape.k), np.float32)
-        words = _by_warp(machine, names)[4 * warpgroup : 4 * warpgroup + 4]
-        a[(slice(None), *of_left)] = matrices.elements(shape.kind, words)
-        a = a.reshape(64, shape.k)
+        a = _whole(_by_warp(machine, names, threads), of_left, kind).reshape(64, inner)
     else:
         a = shared(left, 64, turns[:1] == [True])
-    product = np.matmul(a, shared(right, shape.n, turns[-1:] == [True]).T).reshape(4, 16, shape.n)
-    keep = bool(machine.full(keeps, KINDS["pred"])[first])
-    under_way = [each for each in machine.products if each.warpgroup == warpgroup and each.out == out]
-    # What accumulates goes on without a wait.
-    undefined = [machine.undefined_of(names)]
-    undefined += [under_way[-1].is_undefined if under_way else machine.undefined_of(out)] * keep
-    is_undefined = not all(is_defined for is_defined, _ in reads) or any(
-        bool(np.broadcast_to(each, machine.lanes)[threads].any()) for each in undefined if each is not None
-    )
-    for number, name in enumerate(out):
-        whole = np.zeros(machine.lanes, np.float32)
-        whole[threads] = product[:, rows[:, number], cols[:, number]].ravel()
-        if keep:
-            whole[threads] += machine.full(name, KINDS["f32"])[threads]
-        # Nobody may look before the wait.
-        machine.put(name, whole, mask, mask)
-    group = machine.product_groups[warpgroup]
-    machine.products.append(_Product(warpgroup, group, out, is_undefined, [each for _, each in reads]))
+    product = np.matmul(a, shared(right, cols, turns[-1:] == [True]).T).reshape(4, 16, cols)
+    result = product[:, at[0], at[1]].reshape(128, len(out))
+    undefined = machine.undefined_of(names, threads).any() | any(each.any() for each, _ in reads)
+    if machine.get(keeps, KINDS["pred"], threads)[0]:
+        result += np.stack([machine.full(each, KINDS["f32"], threads) for each in out], 1)
+        # What accumulates goes on without a wait.
+        under_way = [each for each in machine.products if (each.warpgroup, each.out) == (warpgroup, out)]
+        undefined |= under_way[-1].undefined if under_way else machine.undefined_of(out, threads).any()
+    # Nobody may look before the wait.
+    machine.put_each(out, result, threads, np.ones(result.shape, bool))
+    group, units = machine.product_groups[warpgroup], [each for _, each in reads]
+    machine.products.append(_Product(warpgroup, group, out, undefined, units))
 
 
-def _wait(machine: Machine, warpgroup: int, left: int) -> None:
+def _wait(machine: Machine, warpgroup: int, threads: Array, left: int) -> None:
     """Let the accumulators of all but the last groups be looked at, and what they read be overwritten."""
-    until, first = machine.product_groups[warpgroup] - left, 128 * warpgroup
+    until, lanes = machine.product_groups[warpgroup] - left, machine.lanes_of(threads)
     done = [each for each in machine.products if each.warpgroup == warpgroup and each.group < until]
-    machine.products = [each for each in machine.products if not any(each is other for other in done)]
+    machine.products = [each for each in machine.products if each.warpgroup != warpgroup or each.group >= until]
     under_way = {each.out for each in machine.products if each.warpgroup == warpgroup}
     for each in done:
-        thread = int(machine.threads[first])
         for units in each.units:
-            machine.shared.end_reading(units, machine.epochs[first], thread, thread + 127)
+            machine.shared.end_product(units, lanes)
         for name in each.out if each.out not in under_way else ():
-            undefined = np.broadcast_to(machine.undefined.get(name, False), machine.lanes).copy()
-            undefined[first : first + 128] = each.is_undefined
-            machine.put(name, machine.registers[name], None, undefined)
+            machine.put(name, machine.full(name, _U32, threads), threads, np.array([each.undefined]))
