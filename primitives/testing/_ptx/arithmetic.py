@@ -101,16 +101,13 @@ def _rounded(function: Function, kind: str, flushes: bool) -> Function:
     dtype, single = KINDS[kind], kind.removesuffix("x2")
 
     def compute(*args: Array) -> Array:
-        if flushes:
-            return _flush(function(*map(_flush, args)))
-        return function(*args)
-
-    def narrow(*args: Array) -> Array:
+        if single not in ("f16", "bf16"):
+            return _flush(function(*map(_flush, args))) if flushes else function(*args)
         # Exact in float64 but for one rounding; two numbers of a register are computed side by side.
         words = (np.ascontiguousarray(arg).view(np.uint16) for arg in np.broadcast_arrays(*args))
         return encode(single, function(*(decode(single, each).astype(np.float64) for each in words))).view(dtype)
 
-    return narrow if single in ("f16", "bf16") else compute
+    return compute
 
 
 def _approximate(function: Function, error: float, is_off: bool) -> Function:
@@ -251,11 +248,10 @@ def _convert(flags: list[str], source: str) -> Operation | None:
             narrow = encode(to, values if values.dtype.kind == "f" else values.astype(np.float64))
             return _flush(narrow) if "ftz" in flags else narrow
         if from_float or "sat" in flags:
-            # The nearest integer that there is; NaN becomes 0.
-            info = np.iinfo(KINDS[to])
-            over, under = values >= float(info.max) + 1, values < info.min
-            values = np.where(over | under | (values != values), 0, values).astype(KINDS[to])
-            values = np.where(over, info.max, np.where(under, info.min, values))
+            # The nearest integer that there is, in numbers that have all of 64 bits; NaN becomes 0.
+            info, exact = np.iinfo(KINDS[to]), values.astype(np.longdouble)
+            exact = np.clip(exact, *np.array([info.min, info.max], KINDS[to]).astype(np.longdouble))
+            values = np.where(exact == exact, exact, 0)
         return values.astype(KINDS[to])
 
     return convert, KINDS[to], (KINDS[source],)

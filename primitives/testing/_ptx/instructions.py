@@ -28,8 +28,7 @@ def move(machine: Machine, instruction: Instruction, mask: Any) -> None:
     (target, source), kind = instruction.operands, KINDS[instruction.qualifiers[-1]]
     if isinstance(target, tuple):
         parts = np.ascontiguousarray(machine.full(source, kind, mask)).view(UNSIGNED[kind.itemsize // len(target)])
-        for number, name in enumerate(target):
-            machine.put(name, parts[number :: len(target)].copy(), mask, machine.undefined_of([source], mask))
+        machine.put_each(target, parts.reshape(-1, len(target)), mask, machine.undefined_of([source], mask))
     else:
         parts = np.stack([machine.full(each, UNSIGNED[kind.itemsize // len(source)], mask) for each in source], 1)
         machine.put(target, parts.view(kind)[:, 0], mask, machine.undefined_of(source, mask))

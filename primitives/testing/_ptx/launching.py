@@ -85,12 +85,20 @@ class Launched(NamedTuple):
         return "\n".join(lines)
 
 
-class _Allocations(TorchDispatchMode):
-    """Which bytes nobody has written of storages that torch made without values, by address."""
+class Emulation(TorchDispatchMode):
+    """Launches in a context, what is wrong about them, and which bytes of storages nobody has written, by address."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        is_approximate: bool = False,
+        edit: Callable[[str, str], str] | None = None,
+        alter: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+    ) -> None:
         super().__init__()
-        self.undefined: dict[int, Array] = {}
+        self.faults: list[Fault] = []
+        self.launches: list[Launched] = []
+        self._unwritten: dict[int, Array] = {}
+        self._is_approximate, self._edit, self._alter = is_approximate, edit, alter
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -100,26 +108,11 @@ class _Allocations(TorchDispatchMode):
             if not isinstance(each, Tensor) or not (pointer := each.untyped_storage().data_ptr()):
                 continue
             if is_empty:
-                self.undefined[pointer] = np.ones(each.untyped_storage().nbytes(), np.uint8)
+                self._unwritten[pointer] = np.ones(each.untyped_storage().nbytes(), np.uint8)
             elif pointer not in given or func._schema.is_mutable:
                 # Memory of a tensor that is gone, or that torch has written.
-                self.undefined.pop(pointer, None)
+                self._unwritten.pop(pointer, None)
         return result
-
-
-class Emulation:
-    """Launches in a context, and what is wrong about them."""
-
-    def __init__(
-        self,
-        is_approximate: bool = False,
-        edit: Callable[[str, str], str] | None = None,
-        alter: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
-    ) -> None:
-        self.faults: list[Fault] = []
-        self.launches: list[Launched] = []
-        self.allocations = _Allocations()
-        self._is_approximate, self._edit, self._alter = is_approximate, edit, alter
 
     def run(self, function: JITFunction, grid: Any, args: tuple, options: dict[str, Any]) -> None:
         """Compile and run one launch."""
@@ -135,7 +128,7 @@ class Emulation:
         grid = tuple(places)
         faults = Faults(function.__name__)
         tensors = ((name, x) for name, each in values.items() for x in tree_leaves(each) if isinstance(x, Tensor))
-        memory = Global(tensors, self.allocations.undefined, faults)
+        memory = Global(tensors, self._unwritten, faults)
         program = prepared(ptx, self._is_approximate)
         source: Any = compiled.src
         kinds = {name: kind for name, kind in source.signature.items() if kind != "constexpr"}
@@ -184,7 +177,7 @@ def emulated(chip: str = "sm_80", **options: Any) -> Iterator[Emulation]:
         before = None
     driver.set_active(StandInDriver(chip))
     try:
-        with unittest.mock.patch.object(JITFunction, "run", emulate), emulation.allocations, knobs.compilation.scope():
+        with unittest.mock.patch.object(JITFunction, "run", emulate), emulation, knobs.compilation.scope():
             knobs.compilation.disable_line_info = True
             yield emulation
     finally:

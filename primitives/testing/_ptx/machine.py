@@ -231,7 +231,7 @@ class Machine:
         if value is None:
             if operand[0] != "%" or operand not in self.program.code.written:
                 return _constant("-1" if self.program.code.kind_of(operand) else operand, dtype)
-            self.faults.note_origin(f"the register {operand}")
+            self.faults.origin = self.faults.origin or f"the register {operand}"
             self.undefined[operand], value = ~DEFINED, np.zeros(1, dtype)
         if mask is not ALL and value.size > 1:
             value = value[mask]
@@ -245,9 +245,7 @@ class Machine:
 
     def full(self, operand: Any, dtype: np.dtype, mask: Any = ALL) -> Array:
         """An operand with an element for each thread."""
-        return self._spread(self.get(operand, dtype, mask), mask)
-
-    def _spread(self, value: Array, mask: Any) -> Array:
+        value = self.get(operand, dtype, mask)
         return value if value.size > 1 else np.broadcast_to(value, len(self.threads[mask]))
 
     def put(self, name: str, value: Array, mask: Any, undefined: Array = DEFINED) -> None:
@@ -267,12 +265,13 @@ class Machine:
             self.undefined.pop(name, None)
 
     def put_each(self, names: Sequence[str], values: Array, mask: Any, undefined: Array) -> None:
-        """Set registers to the columns of `[lane, register]`."""
+        """Set registers to the columns of `[lane, register]`; what is undefined may be the same for all."""
+        undefined = np.broadcast_to(undefined.reshape(len(undefined), -1), values.shape)
         for name, value, each in zip(names, np.ascontiguousarray(values.T), undefined.T, strict=True):
             self.put(name, value, mask, each)
 
     def _merged(self, old: Array, new: Array, mask: Any) -> Array:
-        merged = np.broadcast_to(old, self.lanes).copy()
+        merged = np.full(self.lanes, old)
         merged[mask] = new
         return merged
 
@@ -289,8 +288,8 @@ class Machine:
         """Fault what an instruction does with undefined values."""
         found = self.undefined_of(names, mask)
         if found is not DEFINED:
-            what = f"{what} follows from {self.faults.origin}"
-            self.faults.note("undefined value", instruction, self._spread(found, mask), what)
+            what = f"{what} follows from {self.faults.origin}, which nobody wrote"
+            self.faults.note("undefined value", instruction, found, what)
 
     def guarded(self, instruction: Instruction, mask: Any) -> Any:
         """The threads for which the guard of an instruction holds."""

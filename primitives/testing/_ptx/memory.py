@@ -37,7 +37,7 @@ class Fault(NamedTuple):
     Attributes:
         kernel: Its name.
         kind: One of the kinds that `check_kernel` lists.
-        line: Of the PTX; 0 for what no instruction does by itself.
+        line: Of the PTX.
         times: How often.
         detail: The first time, with the instruction.
     """
@@ -57,21 +57,19 @@ class Faults(dict[tuple[str, int], Fault]):
 
     def __init__(self, kernel: str) -> None:
         super().__init__()
-        self._kernel, self.origin = kernel, ""
+        self._kernel = kernel
+        # The first read of what nobody wrote, which undefined values follow from.
+        self.origin = ""
 
-    def note(self, kind: str, instruction: Instruction | None, wrong: Any, detail: Callable[[int], str] | str) -> None:
+    def note(self, kind: str, instruction: Instruction, wrong: Any, detail: Callable[[int], str] | str) -> None:
         """Count where an instruction is wrong; the detail of the first place is kept."""
         if not (count := int(np.count_nonzero(wrong))):
             return
-        line, text = (0, "") if instruction is None else (instruction.line, f": `{instruction.text}`")
-        if (found := self.get((kind, line))) is None:
+        key = kind, instruction.line
+        if key not in self:
             first = detail if isinstance(detail, str) else detail(int(np.flatnonzero(wrong)[0]))
-            found = Fault(self._kernel, kind, line, 0, first + text)
-        self[kind, line] = found._replace(times=found.times + count)
-
-    def note_origin(self, what: str) -> None:
-        """Remember the first read of what nobody wrote, which later faults follow from."""
-        self.origin = self.origin or f"{what}, which nobody wrote"
+            self[key] = Fault(self._kernel, *key, 0, f"{first}: `{instruction.text}`")
+        self[key] = self[key]._replace(times=self[key].times + count)
 
 
 class Lanes(NamedTuple):
@@ -117,7 +115,7 @@ class Memory:
         index = at[:, None] // dtype.itemsize + np.arange(count)
         undefined = self.undefined.view(UNSIGNED[dtype.itemsize])[index] != 0
         if undefined.any():
-            self.faults.note_origin(self.where(int(at[undefined.any(1)][0])))
+            self.faults.origin = self.faults.origin or self.where(int(at[undefined.any(1)][0]))
         return self.data.view(dtype)[index], undefined
 
     def store(self, instruction: Instruction, lanes: Lanes, at: Array, values: Array, undefined: Array) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from primitives.testing._ptx.arithmetic import KINDS, UNSIGNED, decode
-from primitives.testing._ptx.machine import Machine, executes
+from primitives.testing._ptx.machine import DEFINED, Machine, executes
 
 if TYPE_CHECKING:
     from primitives.testing._ptx.code import Instruction
@@ -128,7 +128,7 @@ def move_matrix(machine: Machine, instruction: Instruction, mask: Any) -> None:
         values = values.reshape(-1, count, 8, 8)[:, :, pairs[0], pairs[1]]
         words = np.ascontiguousarray(values.swapaxes(1, 2)).view(_U32).reshape(-1, count)
         undefined = np.repeat(undefined.reshape(len(values), -1).any(1), 32)
-        machine.put_each(names, words, mask, np.broadcast_to(undefined[:, None], words.shape))
+        machine.put_each(names, words, mask, undefined)
         return
     words = _by_warp(machine, names, mask)
     matrix = np.zeros((len(words), count, 8, 8), np.uint16)
@@ -147,8 +147,7 @@ def multiply(machine: Machine, instruction: Instruction, mask: Any) -> None:
     left, right, (rows, cols) = _fragments(*(each.shape[-1] for each in (a, b, c)), _SIZES[kind])
     product = np.matmul(_whole(a, left, kind), _whole(b, right, kind))
     result = (product[:, rows, cols] + c.view(product.dtype)).reshape(-1, len(out))
-    undefined = _of_warps(machine.undefined_of(sum(names, ()), mask))
-    machine.put_each(out, result, mask, np.broadcast_to(undefined[:, None], result.shape))
+    machine.put_each(out, result, mask, _of_warps(machine.undefined_of(sum(names, ()), mask)))
 
 
 @executes("wgmma")
@@ -202,7 +201,7 @@ def _begin_product(machine: Machine, instruction: Instruction, warpgroup: int, t
         under_way = [each for each in machine.products if (each.warpgroup, each.out) == (warpgroup, out)]
         undefined |= under_way[-1].undefined if under_way else machine.undefined_of(out, threads).any()
     # Nobody may look before the wait.
-    machine.put_each(out, result, threads, np.ones(result.shape, bool))
+    machine.put_each(out, result, threads, ~DEFINED)
     group, units = machine.product_groups[warpgroup], [each for _, each in reads]
     machine.products.append(_Product(warpgroup, group, out, undefined, units))
 
