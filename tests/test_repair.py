@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from functorch.compile import make_boxed_func
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
@@ -174,6 +175,9 @@ def test_a_compiler_sees_the_graph_that_it_saw_before(name):
 
 
 def test_code_that_was_compiled_before_is_compiled_again():
+    # Torch keeps what fake tensors gave for the whole process; an `alias` of a number that a symbolic trace has left
+    # there makes Dynamo refuse nested JVPs of `where` with a number.
+    FakeTensorMode.cache_clear()
     x, v = torch.zeros(3, dtype=torch.float64), torch.ones(3, dtype=torch.float64)
 
     def curvature(x):
