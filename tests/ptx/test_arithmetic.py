@@ -198,6 +198,13 @@ def test_approximations_are_as_far_off_as_they_may_be_and_no_further(op, bound):
         assert error.max() >= share * bound / 2
 
 
+def test_nan_is_the_same_whatever_it_comes_from():
+    found = compute(
+        "fma.rn.f32 {0}, {1}, {2}, {3}", "b32 f32 f32 f32", [INF, NAN, 0.0], [1.0, 1.0, INF], [-INF, 1.0, 1.0]
+    )
+    assert found.tolist() == [0x7FFFFFFF] * 3
+
+
 def test_ftz_flushes_what_goes_in_and_what_comes_out():
     found = compute("mul.ftz.f32 {0}, {1}, {2}", "f32 f32 f32", [TINY, 1e-30, 2.0], [1e10, 1e-10, -TINY])
     assert bits(found, "f4") == bits([0.0, 0.0, -0.0], "f4")

@@ -23,6 +23,7 @@ UNSIGNED = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
 KINDS = {f"{name}{8 * size}": np.dtype(f"{new}{size}") for name, new in ("bu", "uu", "si") for size in UNSIGNED}
 KINDS |= {"pred": np.dtype(bool), "f16": np.dtype("f2"), "f32": np.dtype("f4"), "f64": np.dtype("f8")}
 KINDS |= {"bf16": np.dtype("u2"), "bf16x2": np.dtype("u4"), "f16x2": np.dtype("u4")}
+_NAN = {size: (~np.zeros(1, UNSIGNED[size]) >> 1).view(f"f{size}") for size in (4, 8)}
 _FLOATS = ("f16", "bf16", "f32", "f64")
 _U32 = KINDS["u32"]
 # Functions with their largest relative errors by the manual: here they round correctly, or, if asked, are as far off.
@@ -102,7 +103,10 @@ def _rounded(function: Function, kind: str, flushes: bool) -> Function:
 
     def compute(*args: Array) -> Array:
         if single not in ("f16", "bf16"):
-            return _flush(function(*map(_flush, args))) if flushes else function(*args)
+            value = _flush(function(*map(_flush, args))) if flushes else function(*args)
+            is_nan = value != value
+            # Chips have one NaN, where NumPy has two signs of many.
+            return np.where(is_nan, _NAN[value.itemsize], value) if is_nan.any() else value
         # Exact in float64 but for one rounding; two numbers of a register are computed side by side.
         words = (np.ascontiguousarray(arg).view(np.uint16) for arg in np.broadcast_arrays(*args))
         return encode(single, function(*(decode(single, each).astype(np.float64) for each in words))).view(dtype)
