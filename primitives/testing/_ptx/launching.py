@@ -103,9 +103,9 @@ class Emulation(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         result = func(*args, **(kwargs or {}))
         is_empty = func.overloadpacket.__name__.startswith(("empty", "new_empty"))
-        given = {each.untyped_storage().data_ptr() for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)}
+        given = {_pointer(each) for each in tree_leaves((args, kwargs))}
         for each in tree_leaves(result):
-            if not isinstance(each, Tensor) or not (pointer := each.untyped_storage().data_ptr()):
+            if not (pointer := _pointer(each)):
                 continue
             if is_empty:
                 self._unwritten[pointer] = np.ones(each.untyped_storage().nbytes(), np.uint8)
@@ -143,6 +143,14 @@ class Emulation(TorchDispatchMode):
         loads, stores = (memory.traffic(is_store, threads) for is_store in (False, True))
         self.launches.append(Launched(function.__name__, grid, loads, stores, dict(machine.counts)))
         self.faults += faults.values()
+
+
+def _pointer(value: Any) -> int:
+    """Where the memory of a tensor begins; 0 for what has none, as tensors that are fake or made of others."""
+    try:
+        return value.untyped_storage().data_ptr() if isinstance(value, Tensor) else 0
+    except RuntimeError:
+        return 0
 
 
 def _parameter(kind: str, value: Any, memory: Global) -> Array:
