@@ -12,6 +12,7 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.common_modules import module_db
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 import primitives as pr
 from primitives._audit.nestings import nested, perturbed_sum
@@ -216,3 +217,33 @@ def test_an_operator_whose_backward_pass_is_python_is_differentiated_twice(reduc
     with pr.repair_torch():
         found = second(F.linear_cross_entropy(x, w, target, reduction=reduction, options=options))
     torch.testing.assert_close(found, second(F.cross_entropy(x @ w.T, target, reduction=reduction)))
+
+
+@pytest.mark.parametrize("f", [lambda x: torch.pow(x, x), torch.linalg.det, lambda x: torch.logcumsumexp(x, 0)])
+def test_a_formula_unpacks_nothing_a_second_time(f):
+    x, counts = (randn(3, 3).square() + torch.eye(3)).requires_grad_(), []
+
+    def second(f):
+        (gradient,) = torch.autograd.grad(f(x).sin().sum(), x, create_graph=True)
+        return torch.autograd.grad(gradient.square().sum(), x)[0]
+
+    with pr.repair_torch():
+        again = second(lambda x: checkpoint(f, x, use_reentrant=False))
+        torch.testing.assert_close(again, second(f), rtol=1e-12, atol=1e-12)
+        with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.clone, lambda t: counts.append(id(t)) or t):
+            y = f(x)
+        for create_graph in (False, True):
+            torch.autograd.grad(y.sum(), x, retain_graph=True, create_graph=create_graph)
+    assert {*map(counts.count, counts)} == {2}  # once in each backward pass
+    assert not y.grad_fn.metadata
+
+
+@pytest.mark.filterwarnings("ignore")  # those of Dynamo
+@pytest.mark.parametrize("f", [lambda x: torch.pow(x, x), torch.cholesky_inverse])
+def test_a_compiled_backward_pass_runs_behind_an_eager_forward_pass(f):
+    x = (randn(3, 3).square() + torch.eye(3)).requires_grad_()
+    with pr.repair_torch():
+        (expected,) = torch.autograd.grad(f(x).sum(), x)
+        with torch._dynamo.config.patch(compiled_autograd=True):
+            torch.compile(lambda loss: loss.backward(), backend="aot_eager")(f(x).sum())
+    torch.testing.assert_close(x.grad, expected)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import _C
 from torch._C import _functorch  # type: ignore[attr-defined] - no stub
+from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.autograd import forward_ad
 from torch.utils._pytree import tree_map_only
 
@@ -186,9 +187,15 @@ def _in_plain_code(own: Callable[..., Any], repair: Repair) -> Callable[..., Any
     if repair.reverse != "formula":
         return own
     arguments = [argument.name for argument in repair.operator._schema.arguments]
+    is_leaf = repair.operator not in _COMPOSED
 
     def recorded(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        outputs = own(keyset, *args, **kwargs)
+        hooks = _top_saved_tensors_default_hooks(False) if is_leaf else None
+        if hooks is None:
+            outputs = own(keyset, *args, **kwargs)
+        else:
+            with torch.autograd.graph.saved_tensors_hooks(*_unpacking_once(*hooks)):
+                outputs = own(keyset, *args, **kwargs)
         node = (outputs if isinstance(outputs, torch.Tensor) else outputs[0]).grad_fn
         if node is None:
             return outputs
@@ -205,16 +212,44 @@ def _in_plain_code(own: Callable[..., Any], repair: Repair) -> Callable[..., Any
             # Backward passes in Python may not be differentiable, and their results go where one is recorded.
             node.register_prehook(_unrecorded)
         node.register_hook(functools.partial(_replaced, repair, values, names, len(args), places))
+        if hooks is not None:
+            node.register_hook(_forget)
         return outputs
 
     return recorded
 
 
+def _unpacking_once(pack: Callable[[Any], Any], unpack: Callable[[Any], Any]) -> tuple[Callable[[Any], Any], ...]:
+    """Hooks by which a backward pass unpacks each saved tensor once, for the node and `_replaced`.
+
+    A second time may cost a transfer, and a checkpoint refuses it.
+    """
+
+    def shared(packed: list[Any]) -> Any:
+        node: Any = _C._current_autograd_node()
+        if node is None:
+            return unpack(packed[0])
+        unpacked = node.metadata.setdefault((_forget, _C._current_graph_task_id()), {})
+        if id(packed) not in unpacked:
+            unpacked[id(packed)] = unpack(packed[0])
+        return unpacked[id(packed)]
+
+    return lambda x: [pack(x)], shared
+
+
+def _forget(_found: Any, _cotangents: Any) -> None:
+    """Let go of what `_unpacking_once` keeps for `_replaced`, which ran before."""
+    node: Any = _C._current_autograd_node()
+    if node is not None:
+        node.metadata.pop((_forget, _C._current_graph_task_id()), None)
+
+
 def _unrecorded(_cotangents: Any) -> None:
     """Until `_replaced` runs behind it, the node's backward pass is not recorded; the engine restores the mode."""
     node: Any = _C._current_autograd_node()
-    node.metadata[_unrecorded] = torch.is_grad_enabled()
-    _C._set_grad_enabled(False)
+    if node is not None:  # compiled autograd has none, and records no backward pass
+        node.metadata[_unrecorded] = torch.is_grad_enabled()
+        _C._set_grad_enabled(False)
 
 
 def _places_of_edges(node: Any, values: Sequence[Any]) -> list[int | None]:
@@ -234,8 +269,10 @@ def _replaced(
 ) -> tuple[Any, ...] | None:
     """The gradients that a node returns, by the formula, where the backward pass is recorded or torch's are wrong."""
     node: Any = _C._current_autograd_node()
-    is_recorded = node.metadata.pop(_unrecorded, torch.is_grad_enabled())
-    _C._set_grad_enabled(is_recorded)
+    is_recorded = False
+    if node is not None:  # as in `_unrecorded`
+        is_recorded = node.metadata.pop(_unrecorded, torch.is_grad_enabled())
+        _C._set_grad_enabled(is_recorded)
     if not (is_recorded or repair.is_wrong_at_once):
         return None
     values = [getattr(node, value) if isinstance(value, _Saved) else value for value in values]
