@@ -40,8 +40,8 @@ any phase: what is judged are products of their numbers, which have none.
 Repaired, all are right in every nesting but these:
 
 {reasons}
-Torch's samples do not reach every operator, or only with more numbers than the {elements} that are judged. Known to raise,
-repaired or not: `ctc_loss` in forward mode and at second order, `special.zeta` and `conv_tbc` in forward mode.
+Torch's samples do not reach every operator, or only with more numbers than the {elements} that are judged. Known to
+raise, repaired or not: `ctc_loss` in forward mode and at second order, `special.zeta` and `conv_tbc` in forward mode.
 
 Written by `python -m perf.derivatives_page > docs/reference/torch_derivatives.md`.
 """
