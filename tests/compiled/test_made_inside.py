@@ -9,7 +9,7 @@ from tests.compiled.support import data, gradients, mlp, plainly, same
 X = data(6, 3)
 
 
-class Labelled(torch.Tensor):
+class Labeled(torch.Tensor):
     """As PINA's: made by the constructor, with an attribute that some methods hand on."""
 
     def __new__(cls, x, labels):
@@ -19,14 +19,14 @@ class Labelled(torch.Tensor):
         self.labels = labels
 
     def __mul__(self, other):
-        return Labelled(super().__mul__(other), self.labels)
+        return Labeled(super().__mul__(other), self.labels)
 
 
 class Other(torch.Tensor):
     pass
 
 
-@pytest.mark.parametrize("made", [Labelled, lambda x, _: x.as_subclass(Other)], ids=["new", "as_subclass"])
+@pytest.mark.parametrize("made", [Labeled, lambda x, _: x.as_subclass(Other)], ids=["new", "as_subclass"])
 def test_subclasses_made_inside(made):
     net = mlp()
 

@@ -20,7 +20,9 @@ Operation = tuple[Function, np.dtype, tuple[np.dtype, ...]]
 
 UNSIGNED = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
 # The arrays that hold each kind.
-KINDS = {f"{name}{8 * size}": np.dtype(f"{new}{size}") for name, new in ("bu", "uu", "si") for size in UNSIGNED}
+KINDS = {
+    f"{name}{8 * size}": np.dtype(f"{new}{size}") for name, new in zip("bus", "uui", strict=True) for size in UNSIGNED
+}
 KINDS |= {"pred": np.dtype(bool), "f16": np.dtype("f2"), "f32": np.dtype("f4"), "f64": np.dtype("f8")}
 KINDS |= {"bf16": np.dtype("u2"), "bf16x2": np.dtype("u4"), "f16x2": np.dtype("u4")}
 _NAN = {size: (~np.zeros(1, UNSIGNED[size]) >> 1).view(f"f{size}") for size in (4, 8)}
