@@ -6,6 +6,7 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.autograd import forward_ad
 
 import primitives as pr
 from primitives._audit.nestings import nested, nestings, perturbed_sum
@@ -124,6 +125,79 @@ def test_derivatives_of_zero_rows_are_those_of_torch(name):
 
     found = derivatives(pr.repair_torch)
     torch.testing.assert_close(found, derivatives(contextlib.nullcontext), rtol=1e-6, atol=1e-7)
+
+
+# Where torch's first derivatives are right: complex numbers, infinite ones, kinks and zeros.
+INF, PAIR = torch.inf, torch.tensor([0, 0])
+AS_IN_TORCH = {
+    "logsumexp": (lambda z: z.logsumexp(0), [1 + 2j, 0.5 + 1j]),
+    "masked logsumexp": (lambda z: torch.masked.logsumexp(z, 0), [1 + 2j, 0.5 + 1j]),
+    "logsumexp, complex64": (lambda z: z.to(torch.complex64).logsumexp(0), [1 + 2j, 0.5 + 1j]),
+    "logcumsumexp": (lambda z: z.logcumsumexp(0), [4j, 4j, 1 - 9j]),
+    "ormqr": (lambda z: torch.view_as_real(torch.ormqr(z, z[0], z, left=False)), [[1 + 2j, 1j], [0.5, 2 - 1j]]),
+    "softmax, inf": (lambda x: x.softmax(0), [INF, 1.0]),
+    "logaddexp, inf": (lambda x: torch.logaddexp(x, x.new_tensor([1, INF, INF, -INF])), [INF, 1.0, INF, INF]),
+    "huber loss, inf": (lambda x: F.huber_loss(x, 0 * x.sign(), reduction="none"), [INF, -INF, 1.0, 0.3]),
+    "multi margin loss, tie": (lambda x: F.multi_margin_loss(x, PAIR[:1]), [[1.0, 0.0, 2.0]]),
+    "multi margin loss, row": (lambda x: F.multi_margin_loss(x, PAIR[0], p=2, reduction="none"), [1.0, 0.5, 2.0]),
+    "multilabel margin loss, tie": (lambda x: F.multilabel_margin_loss(x, PAIR - PAIR.new_tensor([0, 1])), [1.0, 0.0]),
+    **{
+        f"norm of order {order}": (lambda x, p=order: torch.linalg.vector_norm(x, p, -1), [[0.0, 1, -2], [1, 2, 3]])
+        for order in (-0.5, -1, -2)
+    },
+}
+
+
+def _value_and_derivatives(function, x, mode):
+    def numbers(x):
+        y = function(x)
+        return torch.view_as_real(y) if y.is_complex() else y
+
+    if mode == "jvp":
+        return torch.func.jvp(numbers, (x,), (torch.ones_like(x),))
+    if mode == "grad":
+        return numbers(x), torch.func.grad(lambda x: numbers(x).sum())(x)
+    if mode == "forward_ad":
+        with forward_ad.dual_level():
+            return tuple(forward_ad.unpack_dual(numbers(forward_ad.make_dual(x, torch.ones_like(x)))))
+    y = numbers(x.requires_grad_())
+    return y.detach(), torch.autograd.grad(y.sum(), x, create_graph=True)[0].detach()
+
+
+@pytest.mark.parametrize("function, x", AS_IN_TORCH.values(), ids=AS_IN_TORCH)
+def test_values_and_first_derivatives_that_torch_has_right_stay(function, x):
+    dtype = torch.complex128 if "j" in str(x) else torch.float64
+    for mode in ("jvp", "forward_ad", "grad", "create_graph"):
+        with pr.repair_torch():
+            found = _value_and_derivatives(function, torch.tensor(x, dtype=dtype), mode)
+        try:
+            expected = _value_and_derivatives(function, torch.tensor(x, dtype=dtype), mode)
+        except NotImplementedError:  # torch has no jvp of some
+            expected = _value_and_derivatives(function, torch.tensor(x, dtype=dtype), "grad")[:1]
+        torch.testing.assert_close(found[: len(expected)], expected, equal_nan=True, msg=lambda m, k=mode: f"{k}: {m}")
+
+
+INTEGERS = torch.tensor([1, 2])
+REFUSED = {
+    "glu, odd": F.glu,
+    "glu, integers": lambda x: F.glu(INTEGERS) * x[:1],
+    "hardsigmoid": lambda x: F.hardsigmoid(INTEGERS) * x[:2],
+    "huber loss, delta": lambda x: F.huber_loss(x, 2 * x, delta=0.0),
+    "huber loss, integers": lambda x: F.huber_loss(INTEGERS, INTEGERS) * x,
+    "cdist": lambda x: torch.cdist(x.unsqueeze(0), x.unsqueeze(0).float()),
+    "softmax, complex": lambda x: (x + 0j).softmax(0),
+    "log_softmax, complex": lambda x: (x + 0j).log_softmax(0),
+}
+
+
+@pytest.mark.parametrize("mode", ["jvp", "forward_ad", "grad"])
+@pytest.mark.parametrize("function", REFUSED.values(), ids=REFUSED)
+def test_what_torch_refuses_is_refused(function, mode):
+    x = randn(3)
+    with pytest.raises(RuntimeError) as plain:
+        function(x)
+    with pr.repair_torch(), pytest.raises(type(plain.value)):
+        _value_and_derivatives(function, x, mode)
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])

@@ -103,7 +103,8 @@ def ormqr(self: Tensor, input2: Tensor, input3: Tensor, left: bool = True, trans
     fits = self.dim() == input3.dim() and self.shape[:-2] == input3.shape[:-2] and self.dtype == input3.dtype
     require(fits and input3.shape[-2 if left else -1] == self.shape[-2], "ormqr: shapes do not fit.")
     if not left:
-        return ormqr(self, input2, input3.mH, True, not transpose).mH
+        # Not `mH`, which is lazy: neither a view of real numbers nor vmap takes that.
+        return ormqr(self, input2, input3.mT.conj_physical(), True, not transpose).mT.conj_physical()
     numbers = range(input2.shape[-1])
     if transpose:
         return _reflected(input3, self, input2.conj(), numbers)

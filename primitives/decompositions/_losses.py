@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from primitives._core.decomposition import decomposition_table, register_decomposition
+from primitives.decompositions._norm_checks import require
 from primitives.decompositions._statistics import accumulated, constant_p
 
 if TYPE_CHECKING:
@@ -36,15 +37,59 @@ def mse_loss(self: Tensor, target: Tensor, reduction: int = REDUCTION_MEAN) -> T
 def huber_loss(self: Tensor, target: Tensor, reduction: int = REDUCTION_MEAN, delta: float = 1.0) -> Tensor:
     """Half the squared error where that is at most `delta`, and linear beyond; torch's backward has no jvp."""
     error = self - target
+    if delta <= 0 or not error.is_floating_point():
+        return aten.huber_loss(self, target, reduction, delta)  # which raises
     # `e**2 / 2` within, `delta * (|e| - delta / 2)` beyond. Dynamo does not trace two `jvp` of a choice of these.
     clipped = error.clamp(-delta, delta)
-    return _reduced(clipped * (error - 0.5 * clipped), reduction)
+    return _reduced(0.5 * clipped.square() + delta * (error - clipped).abs(), reduction)
 
 
 @register_decomposition(aten.soft_margin_loss)
 def soft_margin_loss(self: Tensor, target: Tensor, reduction: int = REDUCTION_MEAN) -> Tensor:
     """`log(1 + exp(-x y))`; torch's backward has no jvp, and Dynamo of torch 2.11 does not trace its decomposition."""
     return _reduced((-target * self).exp().log1p(), reduction)
+
+
+@register_decomposition(aten.multi_margin_loss)
+def multi_margin_loss(
+    self: Tensor,
+    target: Tensor,
+    p: float = 1,
+    margin: float = 1,
+    weight: Tensor | None = None,
+    reduction: int = REDUCTION_MEAN,
+) -> Tensor:
+    """`max(0, margin - x[target] + x) ** p` of the other classes, by the number of all.
+
+    The derivative at the kink is 0, as ATen has it; torch's own decomposition has 1.
+    """
+    x, labels = torch.atleast_2d(self), torch.atleast_1d(target)
+    require(p in (1, 2), f"multi_margin_loss: p must be 1 or 2, got {p}.")
+    fits = x.dim() == 2 and x.shape[1] > 0 and labels.shape == x.shape[:1]
+    fits = fits and (weight is None or weight.numel() == x.shape[1])
+    require(fits, f"multi_margin_loss: labels {[*target.shape]} or weights do not fit scores {[*self.shape]}.")
+    labels = labels.unsqueeze(1)
+    margins = (margin - x.gather(1, labels) + x).relu()
+    margins = margins if p == 1 else margins.square()
+    if weight is not None:
+        margins = margins * weight.flatten()[labels]
+    is_other = torch.arange(x.shape[1], device=x.device) != labels
+    return _reduced(torch.where(is_other, margins, 0).mean(1).reshape(target.shape), reduction)
+
+
+@register_decomposition(aten.multilabel_margin_loss_forward)
+def multilabel_margin_loss(self: Tensor, target: Tensor, reduction: int) -> tuple[Tensor, Tensor]:
+    """Loss of scores `[N, C]` or `[C]` and of the classes before the first -1 of each row, and which classes these are.
+
+    Torch's own decomposition takes classes behind the first -1 too.
+    """
+    x, labels = torch.atleast_2d(self), torch.atleast_2d(target)
+    counts = (labels >= 0).to(torch.int64).cumprod(1)
+    labels = labels.clamp(min=0)
+    is_target = torch.zeros_like(counts).scatter_add(1, labels, counts) > 0
+    margins = (1 - x.gather(1, labels).unsqueeze(2) + x.unsqueeze(1)).relu()
+    losses = (margins * counts.unsqueeze(2) * ~is_target.unsqueeze(1)).sum((1, 2)) / x.shape[1]
+    return _reduced(losses.reshape(self.shape[:-1]), reduction), is_target.to(self.dtype).reshape(target.shape)
 
 
 @register_decomposition(aten.trace)
@@ -95,11 +140,9 @@ def nll_loss_backward(
     return picked * torch.where(kept, grad_output, 0)
 
 
-def _shifted(x: Tensor, dim: Any) -> tuple[Tensor, Tensor]:
-    """Exponentials of `x` without its largest numbers along `dim`, and these, 0 for infinite ones."""
-    largest = constant_p(x.amax(dim, keepdim=True) if x.numel() else x.sum(dim, keepdim=True))
-    largest = torch.where(largest.isfinite(), largest, 0)
-    return (x - largest).exp(), largest
+def _largest(x: Tensor, dim: Any) -> Tensor:
+    """Largest numbers along `dim`, of complex ones the largest real parts."""
+    return constant_p(x.real.amax(dim, keepdim=True) if x.numel() else x.real.sum(dim, keepdim=True))
 
 
 @register_decomposition(aten.logsumexp)
@@ -109,23 +152,28 @@ def logsumexp(self: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
     That holds for the two operators below, too.
     """
     wide = accumulated(self)
-    exponentials, largest = _shifted(wide, dim)
-    y = (exponentials.sum(dim, keepdim=True).log() + largest).to(self.dtype)
+    largest = _largest(wide, dim)
+    largest = torch.where(largest.isfinite(), largest, 0)
+    y = ((wide - largest).exp().sum(dim, keepdim=True).log() + largest).to(self.dtype)
     return y if keepdim else y.squeeze(dim)
 
 
 @register_decomposition(torch.ops.aten._softmax)
 def softmax(self: Tensor, dim: int, half_to_float: bool) -> Tensor:
     """Exponentials by their sum along an axis."""
+    if self.is_complex():
+        return torch._softmax(self, dim, half_to_float)  # which raises
     wide = accumulated(self)
-    exponentials = _shifted(wide, dim)[0]
-    # A row of -inf is NaN.
+    # A row with inf, or of -inf, is NaN.
+    exponentials = (wide - _largest(wide, dim)).exp()
     return (exponentials / exponentials.sum(dim, keepdim=True)).to(wide.dtype if half_to_float else self.dtype)
 
 
 @register_decomposition(aten._log_softmax)
 def log_softmax(self: Tensor, dim: int, half_to_float: bool) -> Tensor:
     """Logarithm of `softmax`."""
+    if self.is_complex():
+        return torch._log_softmax(self, dim, half_to_float)
     wide = accumulated(self)
     return (wide - logsumexp(wide, dim, True)).to(wide.dtype if half_to_float else self.dtype)
 

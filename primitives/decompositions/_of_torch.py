@@ -23,27 +23,9 @@ aten = torch.ops.aten
 for _operator in (
     aten.binary_cross_entropy_with_logits.default,
     aten.grid_sampler_2d.default,
-    aten.multi_margin_loss.default,
     aten.native_dropout_backward.default,
 ):
     register_decomposition(_operator)(_decomp.decomposition_table[_operator])
-
-
-@register_decomposition(aten.multilabel_margin_loss_forward)
-def multilabel_margin_loss(self: Tensor, target: Tensor, reduction: int) -> tuple[Tensor, Tensor]:
-    """Loss of scores `[N, C]` or `[C]` and of the classes before the first -1 of each row, and which classes these are.
-
-    Torch's own decomposition takes classes behind the first -1 too.
-    """
-    x, labels = torch.atleast_2d(self), torch.atleast_2d(target)
-    counts = (labels >= 0).to(torch.int64).cumprod(1)
-    labels = labels.clamp(min=0)
-    is_target = torch.zeros_like(counts).scatter_add(1, labels, counts) > 0
-    margins = (1 - x.gather(1, labels).unsqueeze(2) + x.unsqueeze(1)).clamp(min=0)
-    losses = (margins * counts.unsqueeze(2) * ~is_target.unsqueeze(1)).sum((1, 2)) / x.shape[1]
-    losses = losses.reshape(self.shape[:-1])
-    loss = losses if reduction == 0 else losses.mean() if reduction == 1 else losses.sum()
-    return loss, is_target.to(self.dtype).reshape(target.shape)
 
 
 @register_decomposition(aten._safe_softmax)
@@ -56,6 +38,8 @@ def safe_softmax(self: Tensor, dim: int, dtype: torch.dtype | None = None) -> Te
 @register_decomposition(aten.glu)
 def glu(x: Tensor, dim: int = -1) -> Tensor:
     """The first half times the sigmoid of the second; Dynamo does not trace torch's own decomposition."""
+    if x.dim() == 0 or x.shape[dim] % 2 or not x.is_floating_point():
+        return aten.glu(x, dim)  # which raises
     a, b = x.chunk(2, dim)
     return a * b.sigmoid()
 
@@ -63,6 +47,8 @@ def glu(x: Tensor, dim: int = -1) -> Tensor:
 @register_decomposition(aten.hardsigmoid)
 def hardsigmoid(x: Tensor) -> Tensor:
     """A sixth of x + 3, within 0 and 1; likewise."""
+    if not x.is_floating_point():
+        return aten.hardsigmoid(x)  # which raises
     return torch.where(x <= -3, 0.0, torch.where(x >= 3, 1.0, x / 6 + 0.5))
 
 

@@ -76,16 +76,16 @@ def aminmax(self: Tensor, *, dim: int | None = None, keepdim: bool = False) -> t
 
 def _log_sum(a: Tensor, b: Tensor) -> Tensor:
     """`log(exp(a) + exp(b))`, of complex numbers too."""
-    if not a.is_complex():
-        return torch.stack([a, b]).logsumexp(0)
-    largest = constant_p(torch.maximum(a.real, b.real))
-    largest = torch.where(largest.isfinite(), largest, 0.0)
-    return ((a - largest).exp() + (b - largest).exp()).log() + largest
+    both = torch.stack([a, b])
+    if a.is_complex():
+        return both.logsumexp(0)
+    is_infinite = (a == torch.inf) != (b == torch.inf)
+    return torch.where(is_infinite, torch.maximum(a, b), both.masked_fill(is_infinite, 0.0).logsumexp(0))
 
 
 @register_decomposition(aten.logaddexp)
 def logaddexp(self: Tensor, other: Tensor) -> Tensor:
-    """As `logsumexp`, whose derivatives beside `-inf` torch has right."""
+    """As `logsumexp`, whose derivatives beside `-inf` torch has right; `inf` alone is its own sum."""
     if not self.is_floating_point() or not other.is_floating_point():
         return torch.logaddexp(self, other)
     a, b = torch.broadcast_tensors(self, other)
@@ -98,8 +98,12 @@ def logcumsumexp(self: Tensor, dim: int) -> Tensor:
     """Logarithms of sums of exponentials up to each; torch's derivative reversed three times is wrong."""
     if not self.is_floating_point() and not self.is_complex():
         return torch.logcumsumexp(self, dim)
-    wide = self if self.is_complex() else accumulated(self)
-    return _scanned(wide, dim, _log_sum).to(self.dtype)
+    sums = _scanned(accumulated(self), dim, _log_sum).to(self.dtype)
+    if not self.is_complex():
+        return sums
+    # Of logarithms `2 pi i` apart, the one that torch takes.
+    apart = constant_p(torch.logcumsumexp(constant_p(self), dim) - sums)
+    return sums + torch.where(apart.isfinite(), apart, 0)
 
 
 def _scattered_products(self: Tensor, dim: int, index: Tensor, src: Tensor, include_self: bool) -> Tensor:

@@ -25,7 +25,7 @@ constant_p.def_vmap(lambda batch, primals: (constant_p(primals.x), batch.axes.x)
 
 def accumulated(x: Tensor) -> Tensor:
     """`x` in the dtype that its sums are taken in."""
-    return x.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def saved_dtype(x: Tensor, *parameters: Tensor | None) -> torch.dtype:

@@ -26,7 +26,7 @@ _composed_norm = _decomp.decomposition_table[aten.linalg_vector_norm.default]
 
 def _powers(x: Tensor, exponent: float) -> Tensor:
     """`|x| ** exponent`, smooth at zero for even exponents."""
-    if exponent % 2 == 0:
+    if exponent > 0 and exponent % 2 == 0:
         square = (x * x.conj()).real if x.is_complex() else x.square()
         return square if exponent == 2 else square.pow(exponent // 2)
     is_zero = x == 0
@@ -36,14 +36,15 @@ def _powers(x: Tensor, exponent: float) -> Tensor:
 @register_decomposition(aten.linalg_vector_norm)
 def linalg_vector_norm(x: Tensor, ord: float = 2, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Tensor:
     """The root of the sum of the powers of the entries' sizes, or the largest, the smallest or the number of them."""
-    if not 0 < ord < math.inf:
+    if ord in (0, math.inf, -math.inf):
         return _composed_norm(x, ord, dim, keepdim, **kwargs)
-    # Of torch, which checks the arguments, the dtype.
-    dtype = _composed_norm(x.detach(), ord, dim, keepdim, **kwargs).dtype
+    # Torch's, which checks the arguments.
+    value = _composed_norm(x.detach(), ord, dim, keepdim, **kwargs)
     total = _powers(x.to(get_computation_dtype(kwargs.get("dtype") or x.dtype)), ord).sum(dim, keepdim)
-    is_zero = total == 0
+    # A power below 0 of an entry that is 0 is infinite.
+    is_zero = total == 0 if ord > 0 else value == 0
     safe = torch.where(is_zero, 1.0, total)
-    return torch.where(is_zero, 0.0, safe.sqrt() if ord == 2 else safe.pow(1 / ord)).to(dtype)
+    return torch.where(is_zero, 0.0, safe.sqrt() if ord == 2 else safe.pow(1 / ord)).to(value.dtype)
 
 
 @register_decomposition([aten.norm.Scalar, aten.norm.ScalarOpt_dim, aten.norm.ScalarOpt_dtype])
@@ -82,6 +83,7 @@ def _distance(difference: Tensor, p: float) -> Tensor:
 def cdist_forward(x1: Tensor, x2: Tensor, p: float, compute_mode: int | None) -> Tensor:
     """Distances of the rows `[*, P, M]` to the rows `[*, R, M]`, `[*, P, R]`."""
     require(min(x1.dim(), x2.dim()) > 1 and p >= 0, "cdist: expected tensors of rows, and p >= 0.")
+    require(x1.dtype == x2.dtype, f"cdist: expected one dtype, got {x1.dtype} and {x2.dtype}.")
     require(x1.shape[-1] == x2.shape[-1], f"cdist: rows of {x1.shape[-1]} and {x2.shape[-1]} numbers.")
     return _distance(x1.unsqueeze(-2) - x2.unsqueeze(-3), p)
 
