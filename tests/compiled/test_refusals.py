@@ -91,7 +91,8 @@ def test_writes(function, what):
     assert not HELD.any()
 
 
-# Torch's own `linearize` gives it.
+# Torch's own `linearize` gives it. Older versions fail while they word the error.
+@pytest.mark.skipif(torch.__version__ < (2, 13), reason="torch raises an internal error here")
 @pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr")
 @pytest.mark.parametrize("f", [torch.nn.Tanh(), lambda x: x * HELD], ids=["result", "operand"])
 def test_what_another_trace_inside_has_made(f):
