@@ -157,11 +157,13 @@ def perturbed_sum(outputs: Sequence[Tensor], seed: int = 1) -> Tensor:
 class InFloat64(TorchFunctionMode):
     """Inside, float64 stays float64 where code asks for float32: what it computes shows all its digits.
 
-    With `half`, also where it asks for float16 or bfloat16. Parameters that a function holds by itself follow.
+    With `half`, also where it asks for float16 or bfloat16, and all that it holds or makes by itself in these dtypes is
+    widened. Parameters that a function holds by itself follow.
     """
 
     def __init__(self, *, half: bool = False) -> None:
         super().__init__()
+        self._makes_wide = half
         self._narrow = {torch.float32} | ({torch.float16, torch.bfloat16} if half else set())
         self._casts = [torch.Tensor.float, *[torch.Tensor.half, torch.Tensor.bfloat16] * half]
 
@@ -184,5 +186,4 @@ class InFloat64(TorchFunctionMode):
             args = (*args[:kept], *map(self._wide, args[kept:]))
             kwargs = {key: self._wide(given) for key, given in kwargs.items()}
         out = func(*args, **kwargs)
-        # A tensor that the function holds or makes counts with all digits too.
-        return out if getattr(func, "__name__", "").endswith("_") else self._wide(out)
+        return self._wide(out) if self._makes_wide and not getattr(func, "__name__", "").endswith("_") else out
