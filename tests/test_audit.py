@@ -238,7 +238,7 @@ def test_the_columns_of_the_repair_are_read_where_the_table_has_them(tmp_path, m
     path, x = tmp_path / "torch_2.13.csv", (torch.randn(2),)
     path.write_text("operator,wrong,raises,repaired_wrong,repaired_raises\naten.sin.default,ff,,,rrr\n")
     monkeypatch.setattr(table, "_nearest", lambda: path)
-    table._table.cache_clear()
+    table.forget_table()
     try:
         assert table.verdict_of("aten.sin.default") == (("ff",), ())
         assert table.verdict_of("aten.sin.default", repaired=True) == ((), ("rrr",))
@@ -248,7 +248,10 @@ def test_the_columns_of_the_repair_are_read_where_the_table_has_them(tmp_path, m
             assert pr.audit(torch.sin, x)
             assert pr.audit(torch.sin, x, order=3).findings[0].raises == ("vjp(vjp(vjp))",)
     finally:
-        table._table.cache_clear()
+        monkeypatch.undo()
+        table.forget_table()
+        # Kernels that were registered by this table.
+        pr.repair_torch().undo()
 
 
 # By day the judge is tested: the table changes with torch alone.
