@@ -142,7 +142,8 @@ LINEAR_ALGEBRA = {
 def test_formulas_of_linear_algebra_are_not_rounded(name):
     f, a = LINEAR_ALGEBRA[name], torch.eye(4) + data(torch.float32)[:4] / 4
     with pr.repair_torch():
-        for nesting in ("r", *nestings(2)):
+        # Reverse mode alone is torch's where torch has it right, until a first tangent registers the formulas.
+        for nesting in ("f", "r", *nestings(2)):
             with torch.autocast("cpu", torch.bfloat16):
                 found = nested(f, [a], nesting)(a)
             assert found.dtype == torch.float32
