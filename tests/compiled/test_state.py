@@ -186,7 +186,9 @@ class Constants:
 
 
 # Older functionalization takes no tensor that the tracer does not know.
-KNOWS_CONSTANTS = pytest.mark.skipif(torch.__version__ < "2.13", reason="torch 2.13 lets constants be watched")
+KNOWS_CONSTANTS = pytest.mark.skipif(
+    torch.__version__ < (2, 13), reason="functionalization of older versions raises for constants that are watched"
+)
 
 
 @KNOWS_CONSTANTS

@@ -50,7 +50,7 @@ def launched_by(run: Callable[[], object], watch: Callable[..., Any] = intercept
 def need_memory(num_bytes: int) -> None:
     """Skip the test on a GPU that has less left, and on the emulator, which copies storages: there all pages exist."""
     if not INTERPRETED and torch.get_default_device().type == "cpu":
-        pytest.skip("needs storages of which most pages do not exist")
+        pytest.skip("the emulator copies storages: it would need all of their gigabytes")
     if torch.get_default_device().type == "cuda":
         torch.cuda.empty_cache()
         if torch.cuda.mem_get_info()[0] < num_bytes:

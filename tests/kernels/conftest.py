@@ -104,7 +104,7 @@ def only_the_last_programs(
         yield
         return
     if _is_emulated(pytestconfig):
-        pytest.skip("needs storages of which most pages do not exist")
+        pytest.skip("the emulator copies storages: it would need all of their gigabytes")
     import numpy as np
     from triton.runtime import interpreter
 
