@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.func import grad, vmap
+from torch.func import grad, jacfwd, jacrev, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_map
 
 from perf.derivatives_page import page
 from perf.torch_derivatives import counts
@@ -61,6 +62,12 @@ CALLS = {
         aten.triangular_solve.default,
         lambda: (randn(2, 3, 2), factor(3, 3), False),
         lambda: (randn(3, 2), factor(3, 3), False, True, True),
+    ),
+    "solve": (
+        aten._linalg_solve_ex.default,
+        lambda: (definite(3, 3), randn(3, 2)),
+        lambda: (definite(2, 3, 3), randn(2, 3)),
+        lambda: (definite(2, 1, 3, 3), randn(4, 3, 3), False),
     ),
     "householder_product": (aten.linalg_householder_product.default, lambda: (randn(2, 4, 3), randn(2, 2))),
     "ormqr": (
@@ -159,16 +166,15 @@ def test_every_nesting_to_order_three_is_right(op, make):
     assert len([*right_nestings(function, xs, directions)]) == 14
 
 
-@pytest.mark.parametrize(
-    "name", ["cdist", "pdist", "cholesky_solve", "householder_product", "eigh", "prod", "logcumsumexp"]
-)
-def test_batches_of_gradients(name):
+@pytest.mark.parametrize("name", CALLS)
+def test_batches_of_derivatives(name):
     op, make, *_ = CALLS[name]
     args, kwargs = by_keyword(op, make())
-    function, (x, *rest) = scalar(op, args, kwargs)
-    batch = torch.stack([x, x * 1.1])
-    gradients = vmap(grad(lambda x: function(x, *rest)))(batch)
-    torch.testing.assert_close(gradients[1], grad(lambda x: function(x, *rest))(batch[1]))
+    function, xs = scalar(op, args, kwargs)
+    calls, every = [xs, [x * 1.1 for x in xs]], tuple(range(len(xs)))
+    for derivative in (jacrev(function, every), jacfwd(function, every), jacrev(grad(function), every[-1])):
+        found = vmap(derivative)(*map(torch.stack, zip(*calls, strict=True)))
+        torch.testing.assert_close(tree_map(lambda y: y[1], found), derivative(*calls[1]))
 
 
 @pytest.mark.parametrize(

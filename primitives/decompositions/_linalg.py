@@ -101,7 +101,15 @@ def linalg_solve_factored(
     # As in torch: of one axis, or of the axes of A but the last one, B is vectors.
     is_vector = B.dim() == 1 or (A.dim() - 1 == B.dim() and B.shape == A.shape[:-1])
     columns = B.unsqueeze(-1) if is_vector else B
-    solution = torch.linalg.lu_solve(factors, pivots, columns, left=left)
+    # Not `lu_solve`, whose kernel for the CPU takes wrong factors if they are broadcast, as in a batch of derivatives.
+    permutation, lower, upper = torch.lu_unpack(factors, pivots)
+    if left:
+        half = torch.linalg.solve_triangular(lower, permutation.mT @ columns, upper=False, unitriangular=True)
+        solution = torch.linalg.solve_triangular(upper, half, upper=True)
+    else:
+        half = torch.linalg.solve_triangular(upper, columns, upper=True, left=False)
+        solution = torch.linalg.solve_triangular(lower, half, upper=False, left=False, unitriangular=True)
+        solution = solution @ permutation.mT
     return solution.squeeze(-1) if is_vector else solution, factors, pivots, info
 
 
