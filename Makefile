@@ -55,7 +55,7 @@ help:
 	@echo 'make test      every test that needs no GPU, the examples in the docs included'
 	@echo 'make test-models  models of transformers, diffusers and timm, unedited'
 	@echo 'make nightly   what takes long: full grids, all machine code, third orders compiled'
-	@echo 'make fuzz      thousands of drawn calls beside those of torch (FUZZ_EXAMPLES=5000)'
+	@echo 'make fuzz      thousands of drawn calls of each record (FUZZ_EXAMPLES=5000)'
 	@echo 'make gpu       on a machine with a GPU (CUDA): gpu-test, then the measurements, then their page in docs/perf'
 	@echo 'make gpu-test  the records and the tests of kernels on the compiled kernels (CUDA)'
 	@echo 'make check     ruff, format, pyright, codespell'

@@ -78,6 +78,7 @@ def samples(info):
 
 # Torch's attention has second derivatives and tangents by its formula alone; this package's kernels are their own.
 @sdpa_kernel(SDPBackend.MATH)
+@pytest.mark.usefixtures("watched")
 @pytest.mark.parametrize("name", OPS)
 def test_op_samples(name):
     found = [each for info in infos([name]) for each in enumerate(samples(info))]
