@@ -104,11 +104,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "unit" in metafunc.fixturenames:
         units = workloads.units(kind, quick=option.quick, every_mode=option.every_mode)
         metafunc.parametrize("unit", units, ids=lambda unit: f"{unit[0].key}: {unit[1]}")
-    if "training" in metafunc.fixturenames:
-        models = workloads.GPU_TRAINING if kind == "cuda" else workloads.CPU_TRAINING
-        metafunc.parametrize(
-            "training", models[: 1 if option.quick else None], ids=lambda model: f"{model.key}: forward_backward"
-        )
 
 
 @pytest.fixture(scope="session")

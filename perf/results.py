@@ -1,9 +1,9 @@
 """The result file of the bench: one JSON object, its comparison with another, and its page in the docs.
 
 `rows` has one for each provider of each workload and mode: `status` (`ok`, `wrong`, `cannot` or `error`), `message`,
-`error` (the largest over the largest value of a result, against float64), `call_us`, on a GPU `device_us`, `vs_torch`
-(its time over torch's), each with median, p20 and p80, and where memory or matrix products bound it `gbps`, `of_copy`
-(the time of a copy of as many bytes over its time) and `tflops`.
+`error` (the largest over the largest value of a result, against float64), the medians `call_us`, on a GPU `device_us`,
+and `vs_torch` (its time over torch's), and where memory or matrix products bound it `gbps`, `of_copy` (the time of a
+copy of as many bytes over its time) and `tflops`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     Row = dict[str, Any]
 
 ROOT = Path(__file__).resolve().parents[1]
-SCHEMA = 4
+SCHEMA = 5
 # Their versions change what is measured.
 PACKAGES = ("torch", "triton", "optree", "liger-kernel", "flash-attn", "apex")
 # The part of its speed that a row may lose.
@@ -82,7 +82,7 @@ def _processor() -> str:
 
 def time_of(row: Row) -> float:
     """Median microseconds: of the device, where it has a time of its own."""
-    return (row.get("device_us") or row["call_us"])["median"]
+    return row.get("device_us") or row["call_us"]
 
 
 # Two results.
@@ -126,7 +126,7 @@ def _change(old: Row, new: Row) -> tuple[str, float]:
     if old.get("device_us") and old.get("of_copy") and new.get("of_copy"):
         return "over a copy", new["of_copy"] / old["of_copy"] - 1
     if old.get("vs_torch") and new.get("vs_torch"):
-        return "over torch", old["vs_torch"]["median"] / new["vs_torch"]["median"] - 1
+        return "over torch", old["vs_torch"] / new["vs_torch"] - 1
     return "time", time_of(old) / time_of(new) - 1
 
 
@@ -210,4 +210,4 @@ def _beside(ours: Row | None, theirs: Row) -> float | str:
     if ours is None or ours["status"] != "ok":
         return ""
     # Round by round, where it was so taken.
-    return 1 / ours["vs_torch"]["median"] if theirs["provider"] == EAGER else time_of(theirs) / time_of(ours)
+    return 1 / ours["vs_torch"] if theirs["provider"] == EAGER else time_of(theirs) / time_of(ours)

@@ -25,19 +25,14 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils import benchmark
 
 import primitives as pr
-from perf import models
 from perf.calls import EPS
-from perf.models import IMAGE_SIZE, NUM_CLASSES
-from perf.steps import TOLERANCES, Sample, errors, leaves, make_sample, make_step
+from perf.steps import TOLERANCES, errors, make_sample, make_step
 from perf.workloads import COMPILED, EAGER, FLEX, LIBRARIES, ONLY_OP, OURS, SDPA_BACKENDS, TUNED
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from torch import Tensor, nn
-
     from perf.ops.workload import Workload
-    from perf.workloads import TrainingWorkload
 
     Function = Callable[..., Any]
     Step = Callable[[], Any]
@@ -51,8 +46,6 @@ SECONDS, MIN_ROUNDS, MAX_ROUNDS, SAMPLE_SECONDS = 1.0, 5, 60, 5e-3
 COMPILE_MODES = {COMPILED: "default", TUNED: "max-autotune-no-cudagraphs", FLEX: "default"}
 # Who takes turns with the providers: a copy of the least bytes that the mode could move.
 COPY = "copy"
-# Of the whole gradient of a model, relative to its length: bfloat16 in a dozen layers, and float32.
-GRADIENT_TOLERANCES = {"cuda": 5e-2, "cpu": 1e-3}
 # How a process ends whose device can measure nothing more.
 UNFIT = 70
 
@@ -125,10 +118,11 @@ def measure(
     taken = _samples(timers)
     us = {name: [*kinds.values()][-1] for name, kinds in taken.items()}
     for name in taken.keys() - {COPY}:
-        rows[name].update({kind: _spread(found) for kind, found in taken[name].items()}, status="ok", message="")
+        medians = {kind: statistics.median(found) for kind, found in taken[name].items()}
+        rows[name].update(medians, status="ok", message="")
         if name != EAGER and EAGER in us:
             # Round by round, which a drifting clock does not touch.
-            rows[name]["vs_torch"] = _spread([a / b for a, b in zip(us[name], us[EAGER], strict=True)])
+            rows[name]["vs_torch"] = statistics.median(a / b for a, b in zip(us[name], us[EAGER], strict=True))
         median = statistics.median(us[name])
         if copied_bytes:
             rows[name].update(gbps=copied_bytes / median * 1e-3, of_copy=statistics.median(us[COPY]) / median)
@@ -176,26 +170,16 @@ def _samples(timers: dict[str, dict[str, Callable[[], float]]]) -> dict[str, dic
     return taken
 
 
-def _spread(samples: list[float]) -> dict[str, float]:
-    low, *_, high = statistics.quantiles(samples, n=5)
-    return {"median": statistics.median(samples), "p20": low, "p80": high}
-
-
 @pytest.fixture
-def rows_of(providers: list[str], record_property: Any, device: torch.device) -> Any:
-    """Makes the rows of a unit, and hands them to the controller after the test."""
-    made: dict[str, Row] = {}
-
-    def rows_of(op: str, workload: str, mode: str, tolerance: float) -> dict[str, Row]:
-        for name in providers:
-            if ONLY_OP.get(name, op) == op:
-                row = {"workload": workload, "mode": mode, "provider": name, "status": "error"}
-                made[name] = {**row, "message": "it came to no time", "tolerance": tolerance}
-        return made
-
+def rows(unit: tuple[Workload, str], providers: list[str], record_property: Any, device: torch.device) -> Any:
+    """The rows of a unit, which are handed to the controller after the test."""
+    workload, mode = unit
+    fixed = {"workload": workload.key, "mode": mode, "tolerance": TOLERANCES[workload.dtype]}
+    names = [name for name in providers if ONLY_OP.get(name, workload.op) == workload.op]
+    made = {n: {**fixed, "provider": n, "status": "error", "message": "it came to no time"} for n in names}
     # Backward passes are run more than once, which buffers that Inductor gives away would not survive.
     with functorch_config.patch(donated_buffer=False):
-        yield rows_of
+        yield made
     is_gpu = device.type == "cuda"
     record_property("rows", list(made.values()))
     record_property("device", torch.cuda.get_device_name() if is_gpu else "cpu")
@@ -210,81 +194,15 @@ def rows_of(providers: list[str], record_property: Any, device: torch.device) ->
             os._exit(UNFIT)
 
 
-def test_operation(unit: tuple[Workload, str], rows_of: Any, device: torch.device) -> None:
+def test_operation(unit: tuple[Workload, str], rows: dict[str, Row], device: torch.device) -> None:
     """One operation at a shape of a model."""
     workload, mode = unit
-    rows = rows_of(workload.op, workload.key, mode, TOLERANCES[workload.dtype])
     sample = make_sample(workload, device)
 
     def make(name: str) -> Step:
         return make_step(mode, function_of(name, workload, device), sample, compiler_of(name))
 
-    passes, products = workload.record.passes.get(mode, 0), workload.record.products.get(mode, 0)
+    copied = workload.record.passes.get(mode, 0) * workload.pass_bytes
+    products = workload.record.products.get(mode, 0)
     judge = functools.partial(errors, workload, mode, sample)
-    measure(
-        rows, device, make, judge, passes * workload.pass_bytes, products * workload.matmul_flops if products else 0
-    )
-
-
-def test_training(training: TrainingWorkload, rows_of: Any, device: torch.device) -> None:
-    """Forward and backward of a model, on a GPU under autocast; ours is converted."""
-    kind = device.type
-    rows = rows_of("model", training.key, "forward_backward", GRADIENT_TOLERANCES[kind])
-
-    def make(name: str, dtype: torch.dtype = torch.float32) -> Step:
-        torch.manual_seed(0)
-        model: nn.Module = getattr(models, training.model)(**training.sizes).to(device, dtype)
-        run = compiler_of(name)(pr.nn.convert(model) if name == OURS else model)
-        images = torch.rand(training.batch, 1, IMAGE_SIZE, IMAGE_SIZE).to(device, dtype)
-        labels, params = torch.randint(NUM_CLASSES, (training.batch,)).to(device), list(model.parameters())
-
-        def step() -> tuple[Tensor, ...]:
-            with torch.autocast(kind, torch.bfloat16, enabled=kind == "cuda" and dtype == torch.float32):
-                loss = F.nll_loss(run(images).to(dtype), labels)
-            return torch.autograd.grad(loss, params)
-
-        return step
-
-    def judge(results: dict[str, Any]) -> dict[str, float]:
-        exact = torch.cat([value.flatten() for value in make(EAGER, torch.float64)()])
-        flat = {name: torch.cat([value.flatten() for value in leaves(found)]) for name, found in results.items()}
-        return {name: ((found.double() - exact).norm() / exact.norm()).item() for name, found in flat.items()}
-
-    measure(rows, device, make, judge)
-
-
-def scale(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """An operator of one's own."""
-    return x.sin() * weight
-
-
-def scale_backward(saved: Any, y_bar: Tensor) -> tuple[Tensor, Tensor]:
-    """Its rule."""
-    x, weight = saved
-    return y_bar * weight * x.cos(), y_bar * x.sin()
-
-
-@pytest.mark.parametrize("mode", ["forward", "forward_backward"], ids="custom_op: {}".format)
-def test_call(mode: str, rows_of: Any, device: torch.device) -> None:
-    """A call of `primitives.custom_op` beside `torch.library.custom_op`, so small that the time is the front end's."""
-    rows = rows_of("custom_op", "custom_op", mode, TOLERANCES["float32"])
-    rows = {name: row for name, row in rows.items() if name in {OURS, EAGER}}
-    library = torch.library.custom_op("perf::library_scale", scale, mutates_args=())
-    ours = pr.custom_op("perf::scale")(scale)
-    library.register_autograd(
-        lambda ctx, y_bar: scale_backward(ctx.saved_tensors, y_bar),
-        setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
-    )
-    ours.def_save_for_backward(lambda inputs, output: tuple(inputs))
-    ours.def_backward(lambda ctx, saved, y_bar: dict(zip(("x", "weight"), scale_backward(saved, y_bar), strict=True)))
-    x = torch.ones(8, device=device)
-    sample = Sample((x, x), (x, x), (), x, x)
-
-    def judge(results: dict[str, Any]) -> dict[str, float]:
-        exact = leaves(make_step(mode, scale, sample)())
-        return {
-            name: max((a - b).abs().max().item() for a, b in zip(leaves(found), exact, strict=True))
-            for name, found in results.items()
-        }
-
-    measure(rows, device, lambda name: make_step(mode, ours if name == OURS else library, sample), judge)
+    measure(rows, device, make, judge, copied, products * workload.matmul_flops if products else 0)

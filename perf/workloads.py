@@ -6,7 +6,7 @@ The table of machine code has their kernels. A shape is added to the record of i
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from perf.ops import CASES
 from perf.ops.cross_entropy import LINEAR_CROSS_ENTROPY
@@ -46,21 +46,6 @@ PROVIDERS = (OURS, EAGER, COMPILED, TUNED, *LIBRARIES, *SDPA_BACKENDS, FLEX)
 ONLY_OP = dict.fromkeys(LIBRARIES, "layer_norm") | dict.fromkeys((*SDPA_BACKENDS, FLEX), "attention")
 
 
-class TrainingWorkload(NamedTuple):
-    """A training step of one of the demo's models, with so many images and these keyword arguments of the model."""
-
-    name: str
-    model: str
-    sizes: dict[str, int]
-    batch: int
-
-    @property
-    def key(self) -> str:
-        """As that of a workload."""
-        sizes = " ".join(f"{name}={size}" for name, size in self.sizes.items())
-        return f"{self.model} {self.name} {sizes} batch={self.batch}"
-
-
 _BY_OP = itertools.zip_longest(*(case.gpu_workloads for case in CASES))
 GPU_WORKLOADS = tuple(w for workloads in _BY_OP for w in workloads if w is not None)
 # First derivatives of bfloat16 stand for autocast on CPU.
@@ -80,13 +65,3 @@ def units(device: str, *, quick: bool = False, every_mode: bool = False) -> list
         return tuple(mode for mode in wanted if mode in (*workload.modes, "forward_backward"))
 
     return [(workload, mode) for workload in workloads if workload.quick or not quick for mode in modes(workload)]
-
-
-GPU_TRAINING = (
-    TrainingWorkload("base width", "VisionTransformer", {"width": 768, "num_heads": 12, "num_blocks": 4}, 1024),
-    TrainingWorkload("wide", "ConvNet", {"channels": 128}, 4096),
-)
-CPU_TRAINING = (
-    TrainingWorkload("narrow", "VisionTransformer", {"width": 128, "num_heads": 4, "num_blocks": 2}, 64),
-    TrainingWorkload("narrow", "ConvNet", {"channels": 32}, 64),
-)

@@ -1,6 +1,5 @@
 """An operation that lacks a part fails here, with a sentence for each part that says what to write and where."""
 
-import dataclasses
 import pathlib
 import re
 
@@ -9,10 +8,9 @@ import pytest
 import primitives as pr
 from perf import support
 from perf.ops import CASES, record
-from perf.ops.layer_norm import LAYER_NORM
 from primitives.__main__ import TOLERANCE, self_check
 from primitives._core import registered_primitives
-from primitives._distributed._axes import FAMILIES, is_known
+from primitives._distributed._axes import is_known
 
 ROOT = pathlib.Path(pr.__file__).resolve().parent.parent
 OPERATIONS = (ROOT / "docs/reference/operations.md").read_text(encoding="utf-8")
@@ -67,24 +65,6 @@ def unrecorded(primitives):
 
 def test_primitives_have_a_record():
     assert not (found := [*unrecorded(registered_primitives())]), "\n".join(found)
-
-
-# Parts that are taken away from layer norm, one at a time, and words of the sentence that says so.
-FAULTS = {
-    "the function layer_norm": lambda patch, case: patch.delattr(pr.functional, "layer_norm"),
-    "def_vmap of layer_norm_bwd": lambda patch, case: patch.delitem(case.bwd.rules.given, "vmap"),
-    "bind_kernels of layer_norm_jvp": lambda patch, case: patch.delitem(case.jvp.rules.kernels, "cuda"),
-    "a line on how DTensors": lambda patch, case: patch.delitem(FAMILIES, "layer_norm"),
-    "a section": lambda patch, case: patch.setitem(globals(), "OPERATIONS", OPERATIONS.replace("## Layer norm", "")),
-    "gpu_workloads": lambda patch, case: dataclasses.replace(case, gpu_workloads=()),
-    "small_workloads": lambda patch, case: dataclasses.replace(case, small_workloads=()),
-}
-
-
-@pytest.mark.parametrize("words", FAULTS)
-def test_a_part_that_is_missing_is_named(words, monkeypatch):
-    (sentence,) = lacking(FAULTS[words](monkeypatch, LAYER_NORM) or LAYER_NORM)
-    assert f": write {words}" in sentence
 
 
 def test_the_self_check_finds_every_function_right():

@@ -33,18 +33,6 @@ def test_tables_are_whole(page):
     assert [*torn_tables(page.read_text(encoding="utf-8"))] == []
 
 
-TABLE = "text\n\n| a | b |\n|---|---|\n| 1 | `x \\| y` |\n| 3 | 4 |\n"
-
-
-@pytest.mark.parametrize(
-    "whole, torn, line",
-    [("| 3 | 4 |", "| 3 |", 6), ("| 3 | 4 |", "| 3 | 4", 6), ("| 1 ", "\n| 1 ", 7), ("|---|---|\n", "", 4)],
-)
-def test_a_torn_table_is_found(whole, torn, line):
-    assert [*torn_tables(TABLE)] == []
-    assert line in torn_tables(TABLE.replace(whole, torn))
-
-
 # The README's example is run below, as it stands without prompts.
 @pytest.mark.parametrize("page", sorted(ROOT.glob("docs/**/*.md")), ids=lambda page: str(page.relative_to(ROOT)))
 def test_examples_are_doctests(page):

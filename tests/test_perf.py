@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from perf import steps, test_bench, workloads
+from perf import steps, test_bench
 from perf.__main__ import main
 from perf.conftest import Collector
 from perf.ops import CASES
@@ -92,29 +92,11 @@ def measured(monkeypatch, ours_is_right=True, **results):
 def test_who_is_wrong_or_raises_has_no_time_and_times_are_relative_to_torch_and_a_copy(monkeypatch):
     rows = measured(monkeypatch, **{OURS: 1.0, "torch": 1.05, "liger": 1.5, "apex": RuntimeError("no | JVP")})
     assert [row["status"] for row in rows.values()] == ["ok", "ok", "wrong", "cannot"]
-    assert [row.get("call_us", {}).get("median") for row in rows.values()] == [2.0, 8.0, None, None]
-    assert (rows[OURS]["vs_torch"]["median"], rows[OURS]["of_copy"], rows[OURS]["gbps"]) == (0.25, 0.5, 8.0)
+    assert [row.get("call_us") for row in rows.values()] == [2.0, 8.0, None, None]
+    assert (rows[OURS]["vs_torch"], rows[OURS]["of_copy"], rows[OURS]["gbps"]) == (0.25, 0.5, 8.0)
     assert rows["apex"]["message"] == "RuntimeError: no | JVP"
     for bad in (2.0, math.nan, RuntimeError("dead")):
         assert measured(monkeypatch, False, **{OURS: bad, "torch": 1.0})["torch"]["status"] == "ok"
-
-
-def test_providers_take_turns_and_the_first_one_changes(monkeypatch):
-    order = []
-    monkeypatch.setattr(test_bench.time, "perf_counter", lambda: float(len(order)))
-    monkeypatch.setattr(test_bench, "SECONDS", 6.0)
-    monkeypatch.setattr(test_bench, "MIN_ROUNDS", 2)
-    timers = {name: {"call_us": lambda name=name: order.append(name) or float(len(order))} for name in "abc"}
-    assert test_bench._samples(timers)["b"]["call_us"] == [2.0, 4.0, 9.0]
-    assert "".join(order) == "abcbcacab"
-
-
-def test_the_quick_ones_come_first_and_stand_for_all_operations():
-    whole, quick = (workloads.units("cuda", quick=quick) for quick in (False, True))
-    assert whole[: len(quick)] == quick
-    every = {w.op for case in (*CASES, *COMPOSED) for w in case.gpu_workloads}
-    assert {workload.op for workload, _ in quick} == every
-    assert len(workloads.units("cuda", every_mode=True)) > len(whole)
 
 
 def test_a_new_worker_gets_the_gpu_of_the_one_that_died_which_is_an_error_of_its_unit(tmp_path, monkeypatch):
@@ -143,7 +125,7 @@ def test_a_new_worker_gets_the_gpu_of_the_one_that_died_which_is_an_error_of_its
 @pytest.mark.nightly
 def test_a_run_measures_writes_and_reports(tmp_path):
     result = tmp_path / "result.json"
-    given = ["--device", "cpu", "--quick", "-k", "add_rms_norm and forward or custom_op", "--result", str(result)]
+    given = ["--device", "cpu", "--quick", "-k", "add_rms_norm and forward", "--result", str(result)]
     assert main(["run", *given]) == 0
     assert main(["compare", str(result), str(result)]) == main(["report", str(result), "--out", str(tmp_path)]) == 0
     assert "| add_rms_norm Llama 8B" in (tmp_path / "cpu.md").read_text()
@@ -160,9 +142,8 @@ def gpu_result(ours=1.06, modes=("forward", "jvp")):
         if mode == "jvp" and name != OURS:
             status = {"torch": "wrong", "liger": "cannot"}[name]
             return {**made, "status": status, "message": f"{name} | has no jvp", "error": {"torch": 0.9}.get(name)}
-        times = {kind: dict.fromkeys(("median", "p20", "p80"), 33.5 * copies) for kind in ("device_us", "call_us")}
-        ratio = {"vs_torch": {"median": copies / 1.9}} if mode != "jvp" else {}
-        return made | times | ratio | {"of_copy": 1 / copies}
+        ratio = {"vs_torch": copies / 1.9} if mode != "jvp" else {}
+        return made | dict.fromkeys(("device_us", "call_us"), 33.5 * copies) | ratio | {"of_copy": 1 / copies}
 
     names = {OURS: ours, "torch": 1.9, "liger": 1.1}
     rows = [row(w, m, *name) for w, m, name in itertools.product("ab", modes, names.items())]
@@ -175,7 +156,7 @@ def test_compare_flags_a_fall_of_more_than_five_percent(slower, failed):
     # Where all is half as fast, only what is relative to the same run means something.
     other = gpu_result(1.06 * slower) | {"device": "half as fast"}
     for row in other["rows"]:
-        row |= {kind: {"median": 2 * row[kind]["median"]} for kind in ("device_us", "call_us") if kind in row}
+        row |= {kind: 2 * row[kind] for kind in ("device_us", "call_us") if kind in row}
     text, found = compare(gpu_result(), other)
     assert (found, "FELL" in text, "rose" in text) == (failed, failed, slower < 0.9)
     assert "WARNING: device differs: Imaginary GPU and then half as fast." in text
