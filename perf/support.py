@@ -1,7 +1,7 @@
 """The support of every operation: writes docs/reference/support.md.
 
-Run: `python -m perf.support`. Each function is called under each pair of transforms, and the primitives that these call
-say what they have; arguments and layouts are those of the records (`perf.ops`).
+Run: `python -m perf.support`. The primitives of each record (`perf.ops`) say what kernels they have; arguments and
+layouts are the record's.
 """
 
 from __future__ import annotations
@@ -11,19 +11,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.func import grad, jvp
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from perf.ops import CASES
 from perf.ops.samples import DTYPES
 from primitives.__main__ import public_functions
 from primitives._core import registered_primitives
-from primitives._core.spec import NAMESPACE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from torch import Tensor
+    from collections.abc import Sequence
 
     from perf.ops.record import Op
     from primitives._core import Primitive
@@ -33,16 +29,14 @@ PAGE = ROOT / "docs" / "reference" / "support.md"
 
 TEXT = """# Supported calls
 
-`python -m perf.support` runs every function under each pair of transforms and writes this page from the operators that
-these call. [The API](../api/index.md) says what each function computes; a module of
-`primitives.nn` calls the function of its name.
+`python -m perf.support` writes this page from the operators and their records. [The API](../api/index.md) says what
+each function computes; a module of `primitives.nn` calls the function of its name.
 
 ## Kernels
 
-**T** is a Triton kernel on CUDA tensors, **A** a kernel of ATen on CPU tensors, **C** a composition of other rows
-and of torch's functions, **R** the reference in plain torch, which serves the rest too: other devices, calls that a
-kernel does not take, and derivatives from the third order on. Read transforms from the outside in; a cell says what
-serves them beside the value.
+**T** is a Triton kernel on CUDA tensors, **A** a kernel of ATen on CPU tensors, **R** the reference in plain torch,
+which serves the rest too: other devices, calls that a kernel does not take, `jvp(jvp)` of all but softmax, and
+derivatives from the third order on. Second derivatives are `jvp(grad)`, `grad(jvp)` and `grad(grad)`.
 
 {kernels}
 
@@ -57,86 +51,33 @@ serves them beside the value.
 
 
 class _Calls(TorchDispatchMode):
-    """Names of the primitives that are called, and of the operators that are composed of them."""
+    """The primitives that are called."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.names: dict[str, None] = {}
+        self.ops: dict[Primitive, None] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if func.namespace.startswith("primitives"):
-            self.names[func._schema.name] = None
+        if (op := registered_primitives().get(func._schema.name)) is not None:
+            self.ops[op] = None
         return func(*args, **(kwargs or {}))
 
 
-def _modes(function: Callable[[Tensor], Tensor], x: Tensor) -> dict[str, Callable[[], Any]]:
-    def loss(x: Tensor) -> Tensor:
-        return function(x).pow(3).sum()
-
-    def tangent(x: Tensor) -> Tensor:
-        return jvp(function, (x,), (x.cos(),))[1]
-
-    return {
-        "value": lambda: function(x),
-        "`grad`": lambda: grad(loss)(x),
-        "`jvp`": lambda: tangent(x),
-        "`jvp(jvp)`": lambda: jvp(tangent, (x,), (x.sin(),)),
-        "`jvp(grad)`": lambda: jvp(grad(loss), (x,), (x.sin(),)),
-        "`grad(jvp)`": lambda: grad(lambda x: tangent(x).pow(2).sum())(x),
-        "`grad(grad)`": lambda: grad(lambda x: grad(loss)(x).pow(2).sum())(x),
-    }
-
-
-# The rule that a transform takes of an operator, and the operator that it calls of one that has a name of its own.
-RULES, DERIVED = {"grad": "vjp", "jvp": "jvp"}, {"grad": "_bwd", "jvp": "_jvp"}
-
-
-def cells(function: Callable[[Tensor], Tensor], x: Tensor) -> tuple[dict[str, str], set[Primitive]]:
-    """The operators that serve each mode beside the value, as the page has it, and all primitives that are called."""
-    found, everything, primitives = {}, set(), registered_primitives()
-    values: list[Primitive] = []
-    for mode, run in _modes(function, x).items():
-        with _Calls() as calls:
-            run()
-        ops = [primitives[name] for name in calls.names]
-        everything.update(ops)
-        values = values or ops
-        outer, _, inner = mode.strip("`)").partition("(")
-        # Those of which a second transform takes a derivative; without a rule that is one of the reference.
-        taken = [*values, *(primitives.get(f"{op.qualified_name}{DERIVED.get(inner)}") for op in values)]
-        has_rules = not inner or all(op.has_rule(RULES[outer]) for op in taken if op is not None)
-        is_composed = any(op.spec.namespace != NAMESPACE for op in ops)
-        found[mode] = (
-            "C" if is_composed else _kernels([op for op in ops if op not in values] or ops) if has_rules else "R"
-        )
-    return found, everything
-
-
-def _parts(op: Primitive) -> list[Primitive]:
-    """Those whose kernels serve `op`: the value and the jvp of one that joins both."""
-    name, primitives = op.qualified_name.removesuffix("_fwd_jvp"), registered_primitives()
-    return [op] if name == op.qualified_name else [primitives[name], primitives[f"{name}_jvp"]]
+def _second_order(case: Op) -> list[Primitive]:
+    """What serves a Hessian-vector product beside the operators of first order."""
+    inputs = case.inputs(case.small, torch.float64, torch.device("cpu"))
+    function, x = case.of(["x"], inputs, case.small), inputs["x"]
+    if x is None or not case.bwd.has_rule("jvp"):
+        return []
+    with _Calls() as calls:
+        torch.func.jvp(torch.func.grad(lambda x: function(x).pow(3).sum()), (x,), (x.sin(),))
+    return [op for op in calls.ops if op not in case.first_order] or [case.forward]
 
 
 def _kernels(ops: Sequence[Primitive]) -> str:
-    kernels = [part.rules.kernels for op in ops for part in _parts(op)]
-    letters = [letter for letter, device in (("T", "cuda"), ("A", "cpu")) if all(device in each for each in kernels)]
+    found = [op.rules.kernels for op in ops]
+    letters = [letter for letter, device in (("T", "cuda"), ("A", "cpu")) if found and all(device in k for k in found)]
     return " ".join(letters if len(letters) == 2 else [*letters, "R"])
-
-
-def operations() -> Iterator[tuple[str, Callable[[Tensor], Tensor], Tensor, Op | None]]:
-    """The names of the rows, a function of one tensor, the tensor, and the record where there is one."""
-    cpu = torch.device("cpu")
-    for case in CASES:
-        inputs = case.inputs(case.small, torch.float64, cpu)
-        if (x := inputs["x"]) is not None:
-            kind = case.name.replace(case.public, "").strip("_")
-            yield f"`{case.public}` {kind}".strip(), case.of(["x"], inputs, case.small), x, case
-    recorded = {case.public for case in CASES}
-    x = torch.randn(2, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    for name, function in public_functions().items():
-        if name not in recorded:
-            yield f"`{name}`", function, x, None
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -173,24 +114,22 @@ def _differentiated(case: Op) -> list[str]:
 
 def page() -> str:
     """docs/reference/support.md."""
-    kernels, arguments, looped, cast, dtypes, layouts = [], [], [], [], {}, set()
-    modes: list[str] = []
-    for name, function, x, case in operations():
-        found, ops = cells(function, x)
-        modes = list(found)
-        kernels.append([name, *found.values()])
-        looped += [name] * (not all(op.has_rule("vmap") for op in ops))
-        cast += [name] * any(op.has_rule("AutocastCUDA") for op in ops)
-        if case is not None:
-            dtypes[name] = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
-            samples = [*case.samples, *case.large]
-            layouts |= {sample.layout for sample in samples}
-            mixed = "yes" if any(sample.mixed for sample in samples) else ""
-            absent = dict.fromkeys(argument for sample in samples for argument in sample.absent)
-            arguments.append([name, ", ".join(_differentiated(case)), ", ".join(sorted(absent)), mixed])
-    vmap = f"samples one by one in {', '.join(looped)}, and a rule of the others" if looped else "whole batches"
+    kernels, arguments, cast, dtypes, layouts = [], [], [], {}, set()
+    for case in CASES:
+        kind = case.name.replace(case.public, "").strip("_")
+        name = f"`{case.public}` {kind}".strip()
+        kernels.append([name, *map(_kernels, ([case.forward], [case.bwd, case.jvp], _second_order(case)))])
+        cast += [name] * case.forward.has_rule("AutocastCUDA")
+        dtypes[name] = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+        samples = [*case.samples, *case.large]
+        layouts |= {sample.layout for sample in samples}
+        mixed = "yes" if any(sample.mixed for sample in samples) else ""
+        absent = dict.fromkeys(argument for sample in samples for argument in sample.absent)
+        arguments.append([name, ", ".join(_differentiated(case)), ", ".join(sorted(absent)), mixed])
+    composed = ", ".join(f"`{name}`" for name in public_functions() if name not in {case.public for case in CASES})
     notes = (
-        f"`vmap` takes {vmap}. CUDA's autocast casts as in torch for {', '.join(cast)}, and leaves the others alone. "
+        f"{composed} are composed of these. `vmap` takes whole batches. CUDA's autocast casts as in torch for "
+        f"{', '.join(cast)}, and what is composed of them, and leaves the others alone. "
         "`torch.compile` has the Triton kernels in graphs of CUDA tensors of fixed sizes; in others each primitive is "
         "one operator."
     )
@@ -200,7 +139,7 @@ def page() -> str:
     )
     head = ["operations", "derivatives in", "may be absent", "float32 beside half"]
     return TEXT.format(
-        kernels=_table(["operations", *modes], _alike(kernels)),
+        kernels=_table(["operations", "value", "first derivatives", "second derivatives"], _alike(kernels)),
         notes=textwrap.fill(notes, 128, break_on_hyphens=False),
         layouts=textwrap.fill(text, 128, break_on_hyphens=False),
         arguments=_table(head, _alike(arguments)),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -167,26 +167,6 @@ def batched(value: Tensor, axis: int) -> Tensor:
     return torch.stack([value * (1 + 0.25 * i) + 0.125 * i for i in range(BATCH)], dim=axis)
 
 
-def check_vmap(
-    function: Callable[..., tuple[Tensor, ...]],
-    args: Sequence[Any],
-    chosen: Iterable[Sequence[int]],
-    axis: int,
-    what: str,
-) -> None:
-    """`vmap` over the arguments at each of the chosen positions equals the loop; the axis lies at `axis` in all."""
-    # The first version of each argument is itself, whatever is batched.
-    first = function(*args)
-    for positions in chosen:
-        in_dims = tuple(axis if i in positions else None for i in range(len(args)))
-        full = [batched(a, axis) if i in positions else a for i, a in enumerate(args)]
-        actual = torch.vmap(function, in_dims)(*full)
-        each = ([a.select(axis, k) if i in positions else a for i, a in enumerate(full)] for k in range(1, BATCH))
-        rows = (first, *(function(*values) for values in each))
-        for number, (got, *want) in enumerate(zip(actual, *rows, strict=True)):
-            assert_close(got, torch.stack(want), what=f"{what}, batched {positions}, output {number}")
-
-
 def with_its_statistics(call: Call, args: list) -> list:
     """`args` of `call` with the statistics that it takes, those of x: implementations may recompute them."""
     options = dict(zip(call.names, args, strict=True))
@@ -210,13 +190,23 @@ def with_its_statistics(call: Call, args: list) -> list:
 
 
 def check_vmap_of_call(call: Call, axis: int, chosen: Iterable[Sequence[int]]) -> None:
-    """`check_vmap` of a primitive for the tensors of `call`, batched over each of the chosen sets of them."""
+    """`vmap` of a primitive over each of the chosen sets of its tensors equals the loop; the axis lies at `axis`."""
+    tensors = [call.args[i] for i in call.tensors]
 
     def function(*tensors: Tensor) -> tuple[Tensor, ...]:
         given = dict(zip(call.tensors, tensors, strict=True))
         return call.outputs(with_its_statistics(call, [given.get(i, a) for i, a in enumerate(call.args)]))
 
-    check_vmap(function, [call.args[i] for i in call.tensors], chosen, axis, str(call))
+    # The first version of each argument is itself, whatever is batched.
+    first = function(*tensors)
+    for positions in chosen:
+        in_dims = tuple(axis if i in positions else None for i in range(len(tensors)))
+        full = [batched(x, axis) if i in positions else x for i, x in enumerate(tensors)]
+        actual = torch.vmap(function, in_dims)(*full)
+        each = ([x.select(axis, k) if i in positions else x for i, x in enumerate(full)] for k in range(1, BATCH))
+        rows = (first, *(function(*values) for values in each))
+        for number, (got, *want) in enumerate(zip(actual, *rows, strict=True)):
+            assert_close(got, torch.stack(want), what=f"{call}, batched {positions}, output {number}")
 
 
 def alone_and_together(call: Call) -> list[tuple[int, ...]]:

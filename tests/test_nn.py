@@ -173,14 +173,6 @@ def test_vmap_with_shared_running_statistics_raises_and_writes_nothing():
     assert_close(vmap(untracked)(x), torch.stack([untracked(sample) for sample in x]))
 
 
-@pytest.mark.parametrize("options", [{}, {"momentum": None}])
-def test_compiled_training_step(options):
-    ours, theirs = pair("BatchNorm1d", options=options)
-    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
-    for step in range(3):
-        assert_same_step(ours, theirs, data(4, 3, seed=step), compiled)
-
-
 @pytest.mark.parametrize("norm", [pr.nn.LayerNorm, pr.nn.RMSNorm])
 def test_a_shape_of_another_type_is_named(norm):
     with pytest.raises(pr.DtypeError, match=f"{norm.__name__}: normalized_shape must be a sequence of ints, got float"):

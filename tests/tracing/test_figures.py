@@ -1,7 +1,5 @@
 """Joint graphs of two models: the bits of eager autograd, less saved for the backward pass, and the time to trace."""
 
-import time
-
 import optree
 import pytest
 import torch
@@ -13,8 +11,6 @@ from primitives.tracing import pure_module, trace_joint
 
 # The most that the partition may save, as a part of what eager autograd does; docs/reference/tracing/index.md says so.
 MOST = {ConvNet: 0.37, VisionTransformer: 0.70}
-# Seconds, for 12 blocks.
-TRACING_LIMIT = 20.0
 
 
 def loss_and_primals(model, batch=32):
@@ -77,15 +73,3 @@ def test_bits_are_those_of_eager_autograd_and_less_is_saved(make):
     # Torch's partitioner is left as it was.
     assert partitioners.get_default_op_list is original
     assert torch.ops.primitives.layer_norm not in original().recomputable_ops
-
-
-def test_time_to_trace_twelve_blocks():
-    """A block takes what the difference of two transformers takes; how wide they are does not matter."""
-    seconds = []
-    for num_blocks in (1, 3):
-        loss, primals = loss_and_primals(VisionTransformer(num_blocks=num_blocks, width=8), batch=2)
-        # Of the processor, which tracing keeps busy: others may run at the same time.
-        start = time.process_time()
-        trace_joint(loss, primals, no_cotangents=True)
-        seconds.append(time.process_time() - start)
-    assert seconds[0] + 11 * (seconds[1] - seconds[0]) / 2 < TRACING_LIMIT

@@ -190,19 +190,6 @@ def test_ends_of_ranges_and_what_draws_nothing():
         assert functionalize_rng(quiet)(STATE)[1].offset == 0
 
 
-@pytest.mark.parametrize("word", [0, 2**32 - 1])
-def test_words_at_the_ends_give_finite_numbers(word):
-    from primitives.tracing._random import operations
-
-    def source(size):
-        return torch.full(tuple(size), word)
-
-    values = operations.draw("exponential_", source, {"self": empty(torch.float16), "lambd": 1.0})
-    assert values.min() > 0
-    assert values.isfinite().all()
-    assert operations.draw("normal_", source, {"self": empty(), "mean": 0.0, "std": 1.0}).isfinite().all()
-
-
 # Graphs.
 
 
@@ -235,20 +222,6 @@ def test_graphs_take_the_state_as_inputs_and_hold_nothing_random(fn, tracing_mod
 
 
 # Transforms.
-
-
-def test_vmap_inside():
-    def fn(xs, randomness):
-        return torch.vmap(lambda x: F.dropout(x + torch.rand(6), 0.5), randomness=randomness)(xs)
-
-    ones = torch.ones(4, 6)
-    different = functionalize_rng(fn)(STATE, ones, "different")[0]
-    same = functionalize_rng(fn)(STATE, ones, "same")[0]
-    assert torch.equal(different, functionalize_rng(fn)(STATE, ones, "different")[0])
-    assert not torch.equal(different[0], different[1])
-    assert torch.equal(same, same[:1].expand(4, 6))
-    with pytest.raises(RuntimeError, match="randomness"):
-        functionalize_rng(fn)(STATE, ones, "error")
 
 
 def sample(state, x):

@@ -12,6 +12,8 @@ import primitives as pr
 from perf.memory import peak
 from perf.ops.philox_truth import true_noise
 from perf.ops.samples import normal
+from primitives._audit.nestings import nested
+from tests.support import nestings
 
 attention = pr.functional.attention
 
@@ -225,41 +227,6 @@ def test_dropout_of_many_blocks_is_that_of_each_row():
     assert not any(torch.equal(x, y) for x, y in itertools.combinations(kept, 2))
 
 
-def peak_of(name, rows):
-    """Bytes alive at one time, for a number of rows and keys."""
-    case = problem((1, 1), rows, rows, (8, 8), (1,), (1, 1, rows), torch.float32)
-    return peak(lambda: MODES[name](*case))
-
-
-def word(letters):
-    """The derivative of that nesting of forward (f) and reverse mode (r), all in one direction."""
-
-    def run(primals, tangents, cotangents):
-        def scalar(*x):
-            return (attention(*x[:3], bias=x[3]) * cotangents[0]).sum()
-
-        def differentiated(function, letter):
-            if letter == "f":
-                return lambda *x: jvp(function, x, tangents)[1]
-            places = tuple(range(4))
-            return lambda *x: sum((y * t).sum() for y, t in zip(grad(function, places)(*x), tangents, strict=True))
-
-        for letter in reversed(letters):
-            scalar = differentiated(scalar, letter)
-        return scalar(*primals)
-
-    return run
-
-
-def backward_of_two_jvps(primals, tangents, cotangents):
-    x = [t.clone().requires_grad_() for t in primals]
-
-    def once(*x):
-        return jvp(lambda *x: attention(*x[:3], bias=x[3]), x, tangents)[1]
-
-    jvp(once, tuple(x), tangents)[1].backward(cotangents[0])
-
-
 @pytest.mark.parametrize("dtype, keys", [(torch.bfloat16, 40), (torch.float32, 4)])
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("value", [math.inf, math.nan])
@@ -275,25 +242,23 @@ def test_a_row_with_a_score_that_is_not_finite_is_nan(dtype, keys, is_causal, va
         assert o.isnan().flatten().tolist() == [True, False]
 
 
-WORDS = ["".join(letters) for n in (1, 2, 3) for letters in itertools.product("fr", repeat=n)]
-MODES = {**{letters: word(letters) for letters in WORDS}, "backward of two jvps": backward_of_two_jvps}
+# One that has kernels by day, and one that differentiates a reference.
+WORDS = [pytest.param(word, marks=[pytest.mark.nightly] * (word not in ("rr", "frf"))) for word in nestings(1, 2, 3)]
 
 
-def assert_linear(name, rows):
-    small, large = (peak_of(name, count) for count in (rows, 2 * rows))
-    assert large < 2.2 * small, f"{name}: {small} bytes at {rows} rows, {large} at twice as many"
+@pytest.mark.parametrize("word", WORDS)
+def test_memory_grows_with_the_number_of_rows(word):
+    def peak_of(rows):
+        """Bytes alive at one time, for a number of rows and keys."""
+        primals, tangents, cotangents = problem((1, 1), rows, rows, (8, 8), (1,), (1, 1, rows), torch.float32)
 
+        def scalar(*x):
+            return (attention(*x[:3], bias=x[3]) * cotangents[0]).sum()
 
-def test_memory_grows_with_the_number_of_rows():
-    """One that has kernels and one that differentiates a reference; all of them below."""
-    for name, rows in {"rr": 1024, "frf": 700}.items():
-        assert_linear(name, rows)
+        return peak(lambda: nested(scalar, tangents, word)(*primals))
 
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", MODES)
-def test_memory_of_every_mode(name):
-    assert_linear(name, 2048)
+    small, large = (peak_of(rows) for rows in (700, 1400))
+    assert large < 2.2 * small, f"{small} bytes at 700 rows, {large} at twice as many"
 
 
 @pytest.mark.parametrize("how", ["functional", "repaired"])
