@@ -70,7 +70,7 @@ def _emulate(options: argparse.Namespace) -> int:
         raise ValueError(f"emulate: the operation must be one of {', '.join(records)}, got {options.op}.")
     workload, is_wrong = records[options.op].small_workloads[0], False
     for mode in options.mode or workload.modes:
-        for call in workload.record.calls(workload, mode, True):
+        for call in workload.record.calls(workload, mode):
             with use_chip(CHIPS[options.chip]):
                 report = check_kernel(call.launcher, call.args, chip=options.chip, raise_on_failure=False)
             values = "within their bounds of the truth in float64"

@@ -1,7 +1,7 @@
 """Calls of launchers: what the operands of all ops have in common, and the modes that can be called on them.
 
-The tests call launchers on random numbers; the table of machine code on tensors never touched. Triton is imported
-with the first launcher that is asked for, so that records of ops (`perf.ops`) can be read without it.
+The tests call launchers on random numbers; the table of machine code on tensors of the device meta, which have none.
+Triton is imported with the first launcher that is asked for, so that records (`perf.ops`) can be read without it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor
 
@@ -32,6 +32,8 @@ MOMENTUM = 0.1
 
 def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
     """Standard normal numbers, shifted so that the mean matters."""
+    if torch.get_default_device().type == "meta":
+        return torch.empty(shape, dtype=dtype)
     generator = torch.Generator().manual_seed(seed + 31 * sum(shape))
     numbers = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu") + 0.5
     return numbers.to(torch.get_default_device(), dtype)
@@ -95,12 +97,11 @@ class Operands:
         launchers = {name: getattr(module, name) for module in modules for name in module.__all__}
         return {name.removeprefix(f"{cls.op()}_"): launcher for name, launcher in launchers.items()}
 
-    def call(self, mode: str, output_mask: Sequence[bool] | None = None, derived: Mapping | None = None) -> Call:
-        """A call of one mode, by default of all its results, with what is derived from the operands if not given."""
+    def call(self, mode: str, output_mask: Sequence[bool] | None = None) -> Call:
+        """A call of one mode, by default of all its results."""
         launcher = self.modes()[mode]
         output_mask = (True,) * self.RESULTS.get(mode, 3) if output_mask is None else output_mask
-        derived = self.derived() if derived is None else derived
-        given = {"eps": EPS, "momentum": MOMENTUM, **vars(self), **derived, "output_mask": output_mask}
+        given = {"eps": EPS, "momentum": MOMENTUM, **vars(self), **self.derived(), "output_mask": output_mask}
         return Call(launcher, tuple(given[name] for name in inspect.signature(launcher).parameters))
 
     def calls(self, *modes: str) -> list[Call]:
@@ -125,9 +126,9 @@ class Operands:
             if not mode.endswith("jvp") or any(name.endswith("_dot") and name not in absent for name in names):
                 yield self.change(**dict.fromkeys(absent)).call(mode, choice[len(names) :])
 
-    def steps(self, steps: Sequence[Step], derived: Mapping[str, Any] | None = None) -> list[Call]:
-        """A call for each step, with what is derived from the operands if not given."""
-        return [self.change(**dict.fromkeys(absent)).call(mode, mask, derived) for mode, absent, mask in steps]
+    def steps(self, steps: Sequence[Step]) -> list[Call]:
+        """A call for each step."""
+        return [self.change(**dict.fromkeys(absent)).call(mode, mask) for mode, absent, mask in steps]
 
     def derived(self) -> dict[str, Any]:
         """Arguments that follow from others."""

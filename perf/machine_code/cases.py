@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from perf.ops import CASES
 from perf.workloads import GPU_WORKLOADS
 
@@ -15,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def cases() -> Iterator[tuple[str, Workload, list[Call]]]:
-    """Name, workload and calls of every case, the bench's first; their tensors are never touched."""
+    """Name, workload and calls of every case, the bench's first; their tensors have no memory."""
     for workload in (*GPU_WORKLOADS, *(other for case in CASES for other in case.other_workloads)):
         for mode in workload.modes:
             yield f"{workload.case} {mode}", workload, calls_of(workload, mode)
@@ -29,4 +31,5 @@ def launch_mode(workload: Workload, mode: str) -> None:
 
 def calls_of(workload: Workload, mode: str) -> list[Call]:
     """The calls of one mode of an op, as the rules of the op make them."""
-    return workload.record.calls(workload, mode, False)
+    with torch.device("meta"):
+        return workload.record.calls(workload, mode)

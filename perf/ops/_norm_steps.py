@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from perf.ops.workload import KERNEL_MODES
 
 if TYPE_CHECKING:
@@ -32,9 +30,9 @@ _REQUESTS = {
 _RUNNING = ("running_mean", "running_var")
 
 
-def norm_calls(operands: Any, mode: str, statistics: Sequence[int] | None, *, is_rows: bool) -> list[Call]:
-    """The calls of a mode on operands that are never touched, with statistics of this shape, or on random numbers."""
-    x, has_weight, has_bias = operands.x, operands.weight is not None, operands.bias is not None
+def norm_calls(operands: Any, mode: str, *, is_rows: bool) -> list[Call]:
+    """The calls of a mode."""
+    has_weight, has_bias = operands.weight is not None, operands.bias is not None
     prefix, first = "" if is_rows else "train_", (True, has_weight, has_bias)
     fwd, fwd_jvp = (
         [(f"{prefix}{name}", absent, None) for absent in ([()] if is_rows else [_RUNNING, ()])]
@@ -62,7 +60,4 @@ def norm_calls(operands: Any, mode: str, statistics: Sequence[int] | None, *, is
             for name, requests in _REQUESTS.items()
         },
     }
-    if statistics is None:
-        return operands.steps(steps[mode])
-    stat = x.new_empty(statistics, dtype=torch.promote_types(x.dtype, torch.float32))
-    return operands.steps(steps[mode], {"mean": stat, "rstd": stat})
+    return operands.steps(steps[mode])

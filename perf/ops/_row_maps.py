@@ -59,10 +59,9 @@ class RowMapOperands(Operands):
         return cls(*(arrange(tensor.to(dtype)) for tensor in (x, y, *others)), dim=dim)
 
     @classmethod
-    def of(cls, workload: Workload, is_drawn: bool) -> Any:
-        """Operands of a workload, on random numbers or on tensors that are never touched."""
-        x, dim = workload.empty(), workload.dim % len(workload.shape)
-        return cls.draw(x.shape, dim, x.dtype) if is_drawn else cls(*(x,) * 6, dim=dim)
+    def of(cls, workload: Workload) -> Any:
+        """Operands of a workload."""
+        return cls.draw(workload.shape, workload.dim % len(workload.shape), workload.torch_dtype)
 
     @classmethod
     def value(cls, **given: Any) -> dict[str, Tensor]:
@@ -94,7 +93,7 @@ def row_map(
         **parts: As of `Op`.
     """
 
-    def calls(workload: Workload, mode: str, is_drawn: bool) -> list[Call]:
+    def calls(workload: Workload, mode: str) -> list[Call]:
         steps: dict[str, Sequence[Step]] = {
             "forward": [("fwd", (), None)],
             "backward": [("bwd", (), None)],
@@ -102,13 +101,8 @@ def row_map(
             "hvp": [("bwd_jvp", absent, None) for absent in (("y_bar_dot",), ())],
             **{mode: [("double_backward", (), output_mask)] for mode, output_mask in _OUTPUT_MASKS.items()},
         }
-        of_call = operands.of(workload, is_drawn)
-        if is_drawn:
-            return of_call.steps(steps[mode])
-        number = torch.empty_like(of_call.x.select(of_call.dim, 0), dtype=workload.statistic_dtype)
-        return of_call.steps(steps[mode], {"x_dtype": of_call.x.dtype, **dict.fromkeys(value.spec.statistics, number)})
+        return operands.of(workload).steps(steps[mode])
 
-    value = registered_primitives()[f"primitives::{name}"]
     keeps_x = "x" in registered_primitives()[f"primitives::{name}_bwd"].spec.arguments
     has_second = f"primitives::{name}_double_backward" in registered_primitives()
     modes = KERNEL_MODES if has_second else FIRST_ORDER

@@ -124,7 +124,7 @@ class AddLayerNorm(Operands):
         return {"s": s, "y_dtype": self.x.dtype, **statistics(s, (-1,), self.centered)}
 
 
-def _calls(workload: Workload, mode: str, is_drawn: bool, *, centered: bool = True) -> list[Call]:
+def _calls(workload: Workload, mode: str, *, centered: bool = True) -> list[Call]:
     """The calls of a mode, with dropout where the workload is masked."""
     steps: dict[str, Sequence[Step]] = {
         "forward": [("fwd", (), None)],
@@ -136,21 +136,15 @@ def _calls(workload: Workload, mode: str, is_drawn: bool, *, centered: bool = Tr
         "jvp": [("fwd_jvp", (), None), ("jvp", (), None)],
         "x_only": [("bwd", (), (True, True, False, False))],
     }
-    x = workload.empty()
-    if is_drawn:
-        operands, derived = AddLayerNorm.draw(workload.shape, workload.torch_dtype), None
-    else:
-        weight, number = torch.empty(x.shape[-1], dtype=x.dtype), x.new_empty(x.shape[:-1], dtype=torch.float32)
-        tensors: Any = (*[x] * 6, *[weight] * 4)
-        operands = AddLayerNorm(*tensors, seed=torch.empty((), dtype=torch.int64))
-        derived = {"s": x, "y_dtype": x.dtype, "mean": number, "rstd": number}
     absent = [
         *["seed"] * (not workload.masked),
         *["bias", "bias_dot"] * (not centered),
         *["weight", "bias", "weight_dot", "bias_dot"] * (not workload.affine),
     ]
-    operands = operands.change(centered=centered, **dict.fromkeys(absent))
-    return operands.steps(steps[mode], derived)
+    operands = AddLayerNorm.draw(workload.shape, workload.torch_dtype).change(
+        centered=centered, **dict.fromkeys(absent)
+    )
+    return operands.steps(steps[mode])
 
 
 # Both summands become y and s; what is left of the cotangents of y and of s is that of both.

@@ -24,7 +24,7 @@ from perf.ops.samples import make_options as _options
 from perf.ops.workload import DROPOUT_P, MODES, Workload, unnamed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
 
     from torch import Tensor
 
@@ -181,14 +181,14 @@ class Attention(Operands):
         # Scores of the size that they have in models: what rounding does to probabilities grows with it.
         return cls(*operands, **{"scale": width**-0.5, **options})
 
-    def call(self, mode: str, output_mask: Sequence[bool] | None = None, derived: Mapping | None = None) -> Call:
+    def call(self, mode: str, output_mask: Sequence[bool] | None = None) -> Call:
         """As for all; no kernel has a cotangent of a bias that is absent or broadcast."""
         count = self.RESULTS.get(mode, 0)
         has_bars = self.bias is not None and self.bias.shape == (*self.q.shape[:-1], self.k.shape[-2])
         of_bias = {"bwd": {3}, "double_backward": {5, 9}}.get(mode, set())
         output_mask = (True,) * count if output_mask is None else output_mask
         output_mask = tuple(want and (has_bars or n not in of_bias) for n, want in enumerate(output_mask))
-        return super().call(mode, output_mask, derived)
+        return super().call(mode, output_mask)
 
     def choices(self, mode: str) -> Iterator[Call]:
         """As for all; a backward has a cotangent of o or of lse."""
@@ -219,27 +219,18 @@ _OUTPUT_MASKS = {
 }
 
 
-def _operands(workload: Workload, is_drawn: bool) -> Attention:
-    batch, heads, tokens, width = workload.shape
-    dtype, key_heads = workload.torch_dtype, workload.key_heads or heads
-    options: dict[str, Any] = {"scale": width**-0.5, "causal": workload.causal}
+def _operands(workload: Workload) -> Attention:
+    batch, heads, tokens, _ = workload.shape
+    options: dict[str, Any] = {"causal": workload.causal, "lse_bar": None, "lse_bar_dot": None}
     if workload.masked:
-        bias, seed = torch.empty(1, heads, tokens, tokens, dtype=dtype), torch.zeros((), dtype=torch.int64)
-        mask = torch.empty(batch, 1, tokens, tokens, dtype=torch.bool)
-        if is_drawn:
-            bias, mask = random(*bias.shape, dtype=dtype), random(*mask.shape) > 0
-        options |= {"bias": bias, "bias_dot": bias, "mask": mask, "seed": seed, "offset": seed, "dropout_p": DROPOUT_P}
-    if is_drawn:
-        drawn = Attention.draw(workload.shape, tokens, dtype, key_heads, **options)
-        return drawn.change(lse_bar=None, lse_bar_dot=None, o_dot=drawn.o_bar, lse_dot=drawn.lse_bar)
-    # The heads of a token lie side by side.
-    q, k = (torch.empty(batch, tokens, count, width, dtype=dtype).transpose(1, 2) for count in (heads, key_heads))
-    lse = torch.empty(workload.shape[:-1], dtype=workload.statistic_dtype)
-    return Attention(q, k, k, q, q, q, k, k, None, None, o_dot=q, lse_dot=lse, **options)
+        bias, seed = random(1, heads, tokens, tokens, dtype=workload.torch_dtype), torch.zeros((), dtype=torch.int64)
+        options |= {"bias": bias, "bias_dot": bias, "mask": random(batch, 1, tokens, tokens) > 0}
+        options |= {"seed": seed, "offset": seed, "dropout_p": DROPOUT_P}
+    drawn = Attention.draw(workload.shape, tokens, workload.torch_dtype, workload.key_heads or heads)
+    return drawn.change(o_dot=drawn.o_bar, lse_dot=drawn.lse_bar, **options)
 
 
-def _calls(workload: Workload, mode: str, is_drawn: bool) -> list[Call]:
-    operands = _operands(workload, is_drawn)
+def _calls(workload: Workload, mode: str) -> list[Call]:
     steps: dict[str, list[Step]] = {
         "forward": [("fwd", (), None)],
         "backward": [("bwd", (), _OF_PRIMALS)],
@@ -250,9 +241,7 @@ def _calls(workload: Workload, mode: str, is_drawn: bool) -> list[Call]:
         given = ("o_dot", "lse_dot") if mode == "double_backward" else ()
         moves = {"hvp": (("o_bar_dot",), ()), "all_results": ((),)}.get(mode, (("o_bar_dot",),))
         steps[mode] = [("double_backward", (*given, *absent), _OUTPUT_MASKS[mode]) for absent in moves]
-    if is_drawn:
-        return operands.steps(steps[mode])
-    return operands.steps(steps[mode], {"o": operands.q, "lse": operands.lse_dot})
+    return _operands(workload).steps(steps[mode])
 
 
 # Its backward of a jvp has a target of its own.

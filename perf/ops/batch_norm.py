@@ -154,15 +154,10 @@ _OTHER = (
 )
 
 
-def _calls(workload: Workload, mode: str, is_drawn: bool) -> list[Call]:
-    x, is_evaluation = workload.empty(), workload.op == "batch_norm_eval" or mode == "evaluation"
-    weight = torch.empty(x.shape[1], dtype=workload.param_dtype) if workload.affine else None
-    params: Any = [weight] * 8
-    operands = BatchNorm(x, x, x, x, *params)
-    if is_drawn:
-        operands = BatchNorm.draw(workload.shape, workload.torch_dtype, arrange=lambda value: x.copy_(value).clone())
-    if not is_evaluation:
-        return norm_calls(operands, mode, None if is_drawn else x.shape[1:2], is_rows=False)
+def _calls(workload: Workload, mode: str) -> list[Call]:
+    operands = BatchNorm.draw(workload.shape, workload.torch_dtype, arrange=workload.arrange)
+    if workload.op != "batch_norm_eval" and mode != "evaluation":
+        return norm_calls(operands, mode, is_rows=False)
     # Only the mode `"evaluation"` differentiates the running statistics.
     has_all = mode == "evaluation"
     absent = () if has_all else ("running_mean_dot", "running_var_dot")
@@ -171,7 +166,7 @@ def _calls(workload: Workload, mode: str, is_drawn: bool) -> list[Call]:
         "backward": ("eval_bwd", (), (True, True, True, has_all, has_all)),
         "jvp": ("eval_jvp", absent, None),
     }
-    return operands.steps(list(steps.values()) if has_all else [steps[mode]], None if is_drawn else {})
+    return operands.steps(list(steps.values()) if has_all else [steps[mode]])
 
 
 _CHANNEL_ABSENT = [(), ("bias",), ("weight",), ("weight", "bias")]

@@ -76,16 +76,9 @@ class BatchNormRelu(BatchNorm):
         return norm.change(y=y.relu(), residual=added[0], residual_dot=added[1], relu=True)
 
 
-def _calls(workload: Workload, mode: str, is_drawn: bool, *, training: bool) -> list[Call]:
+def _calls(workload: Workload, mode: str, *, training: bool) -> list[Call]:
     """The calls of a mode, with a residual and without one."""
-    x = workload.empty()
-    params: Any = [*[x] * 4, *[torch.empty(x.shape[1], dtype=workload.param_dtype)] * 8]
-    operands = BatchNormRelu(*params, y=x, residual=x, residual_dot=x, relu=True)
-    statistic = torch.empty(x.shape[1], dtype=workload.statistic_dtype)
-    derived = {"mean": statistic, "rstd": statistic}
-    if is_drawn:
-        arrange: Any = lambda value: x.copy_(value).clone()  # noqa: E731 - a layout
-        operands, derived = BatchNormRelu.draw(workload.shape, workload.torch_dtype, arrange=arrange), None
+    operands = BatchNormRelu.draw(workload.shape, workload.torch_dtype, arrange=workload.arrange)
     prefix, of_params = ("train_", (True, True)) if training else ("eval_", (True, True, False, False))
     # Given statistics are constants, as buffers are.
     fixed = ("running_mean_dot", "running_var_dot")
@@ -99,7 +92,7 @@ def _calls(workload: Workload, mode: str, is_drawn: bool, *, training: bool) -> 
             for absent in (fixed, alone)
         ],
     }
-    return operands.steps(steps[mode], derived)
+    return operands.steps(steps[mode])
 
 
 # The residual and its tangent are read, and its cotangent written.

@@ -135,7 +135,7 @@ class CrossEntropy(Operands):
         return {}
 
 
-def _calls(workload: Workload, mode: str, is_drawn: bool) -> list[Call]:
+def _calls(workload: Workload, mode: str) -> list[Call]:
     """Calls with labels, as of a language model, and with probabilities, which are smoothed, and a z-loss."""
     fixed = ("loss_bar_dot", "lse_bar_dot")
     steps: dict[str, list[Step]] = {
@@ -151,20 +151,14 @@ def _calls(workload: Workload, mode: str, is_drawn: bool) -> list[Call]:
         "hvp": ("bwd_jvp", ("lse_bar", *fixed), (True, False)),
         "double_backward": ("bwd_jvp", ("lse_bar", *fixed), (True, False)),
     }
-    x, dim = workload.empty(), workload.dim % len(workload.shape)
-    if is_drawn:
-        operands = CrossEntropy.draw(x.shape, dim, x.dtype)
-        soft = CrossEntropy.draw(x.shape, dim, x.dtype, labels=False, smoothing=0.1)
-    else:
-        rows = workload.row_shape
-        labels, numbers = torch.empty(rows, dtype=torch.int64), torch.empty(rows, dtype=workload.statistic_dtype)
-        operands = CrossEntropy(x, labels, numbers, x, None, numbers, numbers, numbers, numbers, dim, 0.0)
-        soft = operands.change(target=x, target_dot=x, smoothing=0.1)
+    dim = workload.dim % len(workload.shape)
+    operands = CrossEntropy.draw(workload.shape, dim, workload.torch_dtype)
+    soft = CrossEntropy.draw(workload.shape, dim, workload.torch_dtype, labels=False, smoothing=0.1)
     # The tangent alone is what a double backward takes for the cotangent of the loss.
     if mode == "tangent":
-        return operands.steps([("jvp", (), None)], {})
+        return operands.steps([("jvp", (), None)])
     of_labels = [plain[mode], *steps[mode][1:]] if mode in plain else steps[mode]
-    return [*operands.steps(of_labels, {}), *soft.steps(steps[mode], {})]
+    return [*operands.steps(of_labels), *soft.steps(steps[mode])]
 
 
 _OTHER = (

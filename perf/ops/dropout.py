@@ -31,14 +31,12 @@ def _true_dropout(x: Tensor, p: float) -> Tensor:
     return x * true_noise(tuple(x.shape), SEED, OFFSET, p).to(x.device, x.dtype)
 
 
-def _calls(workload: Workload, mode: str, is_drawn: bool) -> list[Call]:
+def _calls(workload: Workload, mode: str) -> list[Call]:
     """It is linear: each of its derivatives is itself."""
     from primitives.kernels.dropout import dropout, philox
 
-    x, batch_ndim = workload.empty(), int(mode == "batched")
-    seed = torch.empty(x.shape[:batch_ndim], dtype=torch.int64)
-    if is_drawn:
-        x, seed = random(*x.shape, dtype=x.dtype), seed.fill_(SEED)
+    x, batch_ndim = random(*workload.shape, dtype=workload.torch_dtype), int(mode == "batched")
+    seed = torch.full(x.shape[:batch_ndim], SEED)
     calls = [Call(dropout.dropout_fwd, (x, seed, None, DROPOUT_P, batch_ndim))]
     return [*calls, Call(philox.philox_words, (seed, seed, x.shape[1:]))] if batch_ndim else calls
 

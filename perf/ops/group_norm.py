@@ -10,7 +10,7 @@ import torch
 
 from perf.calls import EPS
 from perf.ops._norm_steps import norm_calls
-from perf.ops.layer_norm import CHANNELS_LAST, LAYER_NORM, LayerNorm, in_channels_last
+from perf.ops.layer_norm import CHANNELS_LAST, LAYER_NORM, LayerNorm
 from perf.ops.samples import Sample, make_options, make_samples, true_norm
 from perf.ops.workload import FIRST_ORDER, Workload, unnamed
 
@@ -46,20 +46,15 @@ def _options(workload: Workload) -> dict[str, int]:
     return {"num_groups": 32 if workload.shape[1] % 32 == 0 else 2}
 
 
-def _calls(workload: Workload, mode: str, is_drawn: bool, *, silu: bool = False) -> list[Call]:
+def _calls(workload: Workload, mode: str, *, silu: bool = False) -> list[Call]:
     samples, channels, *positions = workload.shape
     num_groups = _options(workload)["num_groups"]
     shape = (samples, num_groups, channels // num_groups, torch.Size(positions).numel())
     kind: Any = {"norm_ndim": 2, "grouped": CHANNELS_LAST if workload.channels_last else 1, "silu": silu}
-    if is_drawn:
-        operands = LayerNorm.draw(shape, workload.torch_dtype, **kind)
-    else:
-        x, weight = (torch.empty(sizes, dtype=workload.torch_dtype) for sizes in (shape, shape[1:3]))
-        x = in_channels_last(x) if workload.channels_last else x
-        operands = LayerNorm(x, x, x, x, weight, weight, weight, weight, **kind)
+    operands = LayerNorm.draw(shape, workload.torch_dtype, **kind)
     if not workload.affine:
         operands = operands.change(weight=None, bias=None, weight_dot=None, bias_dot=None)
-    return norm_calls(operands, mode, None if is_drawn else shape[:2], is_rows=True)
+    return norm_calls(operands, mode, is_rows=True)
 
 
 _TWO, _ONE = make_options(num_groups=2), make_options(num_groups=1)

@@ -46,10 +46,10 @@ def _true_instance_norm(
     return y, *((1 - MOMENTUM) * old + MOMENTUM * new for old, new in zip(running, moments, strict=True))
 
 
-def _calls(workload: Workload, mode: str, is_drawn: bool) -> list[Call]:
+def _calls(workload: Workload, mode: str) -> list[Call]:
     samples, channels, *positions = workload.shape
     shape = 1, samples * channels, math.prod(positions)
-    return BATCH_NORM.calls(dataclasses.replace(workload, shape=shape), mode, is_drawn)
+    return BATCH_NORM.calls(dataclasses.replace(workload, shape=shape), mode)
 
 
 _NO_RUNNING = ("running_mean", "running_var")

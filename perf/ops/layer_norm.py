@@ -133,18 +133,14 @@ _RESIZED = (
 )
 
 
-def row_norm_calls(workload: Workload, mode: str, is_drawn: bool, *, centered: bool = True) -> list[Call]:
+def row_norm_calls(workload: Workload, mode: str, *, centered: bool = True) -> list[Call]:
     """The calls of a mode of a norm over rows; one that is not centered has no bias."""
-    x = workload.empty()
-    weight = torch.empty(x.shape[-1], dtype=workload.param_dtype)
-    drawn = LayerNorm.draw(workload.shape, workload.torch_dtype) if is_drawn else None
-    operands = drawn or LayerNorm(x, x, x, x, weight, weight, weight, weight)
     absent = [
         *["bias", "bias_dot"] * (not centered),
         *["weight", "bias", "weight_dot", "bias_dot"] * (not workload.affine),
     ]
-    operands = operands.change(centered=centered, **dict.fromkeys(absent))
-    return norm_calls(operands, mode, None if drawn else x.shape[:-1], is_rows=True)
+    operands = LayerNorm.draw(workload.shape, workload.torch_dtype)
+    return norm_calls(operands.change(centered=centered, **dict.fromkeys(absent)), mode, is_rows=True)
 
 
 _ONE_AXIS = make_options(norm_ndim=1)

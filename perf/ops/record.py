@@ -33,7 +33,7 @@ __all__ = ["Op"]
 PASSES = {"forward": 2, "backward": 3, "jvp": 4, "hvp": 5, "double_backward": 5, "forward_backward": 5}
 
 
-def _no_calls(workload: Workload, mode: str, is_drawn: bool) -> list[Call]:
+def _no_calls(workload: Workload, mode: str) -> list[Call]:
     op = workload.op
     raise NotImplementedError(f"{op}: write the calls that the {mode} makes of its launchers, in perf/ops/{op}.py.")
 
@@ -73,8 +73,7 @@ class Op:
         other_workloads: The workloads that the kernels are compiled for beside the bench's.
         resized: Workloads that reach every kernel, each with other sizes of its first dim that leave its plans as they
             are: an odd one, and one that is a multiple of 16, which the compiler could know.
-        calls: The calls of launchers that a mode of a workload makes, on random numbers or on tensors never
-            touched.
+        calls: The calls of launchers that a mode of a workload makes, on random numbers.
         modes: All modes that `calls` knows.
         passes: By the bench's mode, how often tensors of the size of x are touched at least; empty where a copy is
             nothing to compare with.
@@ -101,7 +100,7 @@ class Op:
     tiny: Sample
     large: tuple[Sample, ...]
     not_kept: tuple[str, ...]
-    calls: Callable[[Workload, str, bool], list[Call]] = _no_calls
+    calls: Callable[[Workload, str], list[Call]] = _no_calls
     small_workloads: tuple[Workload, ...] = ()
     gpu_workloads: tuple[Workload, ...] = ()
     cpu_workloads: tuple[Workload, ...] = ()

@@ -49,13 +49,10 @@ class Softmax(RowMapOperands):
     scale: float = 1.0
 
     @classmethod
-    def of(cls, workload: Workload, is_drawn: bool) -> Any:
+    def of(cls, workload: Workload) -> Any:
         """With a mask and a scale where the workload is masked."""
-        operands = super().of(workload, is_drawn)
-        if not workload.masked:
-            return operands
-        mask = random(*workload.shape) > 0 if is_drawn else operands.x.new_empty(workload.shape, dtype=torch.bool)
-        return operands.change(mask=mask, scale=0.7)
+        operands = super().of(workload)
+        return operands.change(mask=random(*workload.shape) > 0, scale=0.7) if workload.masked else operands
 
 
 SOFTMAX = row_map(

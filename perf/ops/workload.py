@@ -143,10 +143,9 @@ class Workload:
         batch, heads, tokens, width = self.shape
         return batch * heads * width * tokens * (tokens + 1 if self.causal else 2 * tokens)
 
-    def empty(self) -> torch.Tensor:
-        """A tensor of the input's layout that are never touched."""
-        memory_format = torch.channels_last if self.channels_last else torch.contiguous_format
-        return torch.empty(self.shape, dtype=self.torch_dtype, memory_format=memory_format)
+    def arrange(self, value: torch.Tensor) -> torch.Tensor:
+        """The same in the layout of the input."""
+        return value.contiguous(memory_format=torch.channels_last if self.channels_last else torch.contiguous_format)
 
 
 # One that is of no model.

@@ -21,6 +21,7 @@ import pytest
 import torch
 
 from perf.calls import Call
+from perf.machine_code.cases import calls_of
 from perf.ops import CASES
 from perf.ops.record import Op
 from primitives.kernels.runtime.chips import CHIPS, Chip, chip_of, use_chip
@@ -68,7 +69,7 @@ def in_suite(op: Op) -> dict[tuple[Any, ...], str]:
         with use_chip(chip), torch.device("meta"):
             for workload in (*op.gpu_workloads, *op.other_workloads):
                 for mode in workload.modes:
-                    calls = op.calls(workload, mode, False)
+                    calls = calls_of(workload, mode)
                     for variant in variants(launched_by(lambda calls=calls: [call.results() for call in calls])):
                         found.setdefault(variant, f"{workload.case} {mode}")
     return {pair: case for variant, case in found.items() for pair in pairs(variant)}
@@ -96,7 +97,7 @@ def small_calls(op: Op) -> Iterator[Small]:
     for chip, limits, dtype, workload in itertools.product((usual, few), LIMITS, DTYPES, op.small_workloads):
         with use_limits(**limits), use_chip(chip):
             for mode in op.modes:
-                for call in op.calls(dataclasses.replace(workload, dtype=dtype), mode, True):
+                for call in op.calls(dataclasses.replace(workload, dtype=dtype), mode):
                     launches = launched_by(call.results)
                     met = set().union(*map(pairs, variants(launches)))
                     yield Small(call, chip, limits, met, sum(math.prod(one.grid) for one in launches))
