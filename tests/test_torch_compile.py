@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch._dynamo import compiled_autograd
 from torch._dynamo.utils import counters
+from torch.autograd import forward_ad
 from torch.func import jvp
 from torch.nn import BatchNorm2d, Conv2d, Dropout, LayerNorm, Linear, Sequential
 
@@ -137,6 +138,17 @@ def test_dynamo_leaves_our_frames_alone_where_a_graph_breaks_inside_a_transform(
     gradients = [torch.autograd.grad(f(x), x)[0] for f in (loss, torch.compile(loss, backend="eager"))]
     torch.testing.assert_close(*gradients)
     assert counters["frames"]["total"] < 30
+
+
+@pytest.mark.parametrize("function", [lambda x: x / 6, torch.nn.functional.hardsigmoid, torch.linalg.det])
+def test_dual_numbers_are_traced_as_without_this_package(function):
+    def tangent(x):
+        with forward_ad.dual_level():
+            return forward_ad.unpack_dual(function(forward_ad.make_dual(x, x.cos()))).tangent
+
+    x = torch.randn(3, 3)
+    with pr.repair_torch():
+        torch.testing.assert_close(compiled(tangent)(x), tangent(x))
 
 
 # Inductor plans memory and writes kernels: there a tensor without memory, or a wrong stride, ends a process.

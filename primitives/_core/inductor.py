@@ -123,9 +123,10 @@ def register_inductor_write(qualified_name: str, write: Callable[..., None], lib
 # It makes a tensor without memory. The dispatcher knows it to be zero, compiled code and tensors without memory do not:
 # they read its null pointer, or hand it on as a buffer to write to, and the process dies (pytorch issue 177261). A
 # tangent of a weight is such a tensor as soon as a linear layer of a sequence is inside a `jvp` that is differentiated.
+# That of a number stays: torch marks it as a number, and reads a number with memory where a trace has no data.
 _show(
     "aten::_efficientzerotensor",
-    lambda types, args, kwargs: torch.zeros(*args, **kwargs),
+    lambda types, args, kwargs: torch.zeros(*args, **kwargs) if args[0] else NotImplemented,
     when=lambda: get_proxy_mode() is not None,
 )
 
