@@ -8,7 +8,6 @@ import torch
 from torch.autograd import forward_ad
 
 from perf.ops import CASES, FAMILIES
-from primitives._core.fast_path import FastPathTensors
 from tests.call_properties import CallRecorder, check_call, fullest
 from tests.properties import check_jvp, check_second_order, check_vjp, jvp_call, leaves, second_order, vjp_call
 from tests.support import assert_close, like, subsets
@@ -217,24 +216,3 @@ def test_a_linear_map_computes_no_value_again(case, device):
     push = torch.func.linearize(case.of(["x"], inputs, case.small), inputs["x"])[1]
     push(x_dot)
     assert called(push, x_dot) == [case.jvp.overload]
-
-
-@every_case
-def test_no_call_in_plain_code_needs_the_dispatcher(case, device, monkeypatch):
-    """An argument that it would convert, or of a type that the fast path does not know, costs each call a detour."""
-    learn, missed = FastPathTensors.__missing__, []
-
-    def watch(tensors, types):
-        missed.append(types)
-        return learn(tensors, types)
-
-    inputs = leaves(case.inputs(case.small, torch.float32, device), case.differentiable)
-    primals = [inputs[name] for name in case.differentiable]
-    for _ in range(2):
-        missed.clear()
-        y = case.outputs(inputs, case.small)[0]
-        y_bar = torch.ones_like(y, requires_grad=True)
-        bars = torch.autograd.grad(y, primals, y_bar, create_graph=True)
-        torch.autograd.grad(bars, [y_bar, *primals], list(map(torch.ones_like, bars)), allow_unused=True)
-        monkeypatch.setattr(FastPathTensors, "__missing__", watch)
-    assert not missed

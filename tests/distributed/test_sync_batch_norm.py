@@ -7,11 +7,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.func import functional_call, grad, jvp, vjp, vmap
+from torch.func import functional_call, grad, vmap
 
 import primitives as pr
+from primitives._audit.nestings import nested
 from tests.distributed.processes import check_in_processes, outcomes
-from tests.support import assert_close
+from tests.support import assert_close, nestings
 
 SIZES = (3, 2, 0, 1)
 C = 3
@@ -39,29 +40,6 @@ def truth(x, weight, bias, eps=1e-5):
     return (x - mean) / (var + eps).sqrt() * weight.reshape(shape) + bias.reshape(shape)
 
 
-def nestings(f, primals, tangents, c):
-    """Derivatives of up to three orders of sum(c * f(x)), of which each is a sum over the batch or of its shape."""
-
-    def along(g):
-        return lambda *x: jvp(g, x, tangents)[1]
-
-    def loss(*x):
-        return (c * f(*x).sin()).sum()
-
-    def pairing(*x):
-        return sum((g * t).sum() for g, t in zip(grad(loss, (0, 1, 2))(*x), tangents, strict=True))
-
-    every = (0, 1, 2)
-    yield "jvp", along(f)(*primals)
-    yield "grad", grad(loss, every)(*primals)
-    yield "grad of grad", grad(pairing, every)(*primals)
-    yield "jvp of grad", along(grad(loss, every))(*primals)
-    yield "grad of jvp", grad(along(loss), every)(*primals)
-    yield "jvp of jvp", along(along(f))(*primals)
-    yield "grad of grad of grad", grad(lambda *x: (grad(pairing)(*x) * tangents[0]).sum(), every)(*primals)
-    yield "vjp of jvp of jvp", vjp(along(along(f)), *primals)[1](c)
-
-
 def check_derivatives(rank, world, shape, channels_last):
     n = sum(SIZES[:world])
     x, x_dot, c = all_of(n, *shape), all_of(n, *shape), all_of(n, *shape)
@@ -72,18 +50,22 @@ def check_derivatives(rank, world, shape, channels_last):
     norm = pr.nn.SyncBatchNorm(C, dtype=torch.float64)
 
     def ours(x, weight, bias):
-        return functional_call(norm, {"weight": weight, "bias": bias}, (x,))
+        return (mine[2] * functional_call(norm, {"weight": weight, "bias": bias}, (x,)).sin()).sum()
 
-    found = nestings(ours, (mine[0], *params), (mine[1], *dots), mine[2])
-    expected = nestings(truth, (x, *params), (x_dot, *dots), c)
-    for (name, ours_of_it), (_, of_all) in zip(found, expected, strict=True):
-        if not isinstance(of_all, tuple):
-            assert_close(ours_of_it, part(of_all, rank, world), what=name, order=3)
-            continue
-        assert_close(ours_of_it[0], part(of_all[0], rank, world), what=name, order=3)
-        for mine_of_it, of_param in zip(ours_of_it[1:], of_all[1:], strict=True):
-            dist.all_reduce(mine_of_it)
-            assert_close(mine_of_it, of_param, what=name, order=3)
+    def expected(x, weight, bias):
+        return (c * truth(x, weight, bias).sin()).sum()
+
+    for nesting in nestings(1, 2, 3):
+        found = nested(ours, (mine[1], *dots), nesting)(mine[0], *params)
+        dist.all_reduce(found)
+        assert_close(found, nested(expected, (x_dot, *dots), nesting)(x, *params), what=nesting, order=3)
+    # And each number of the first derivatives.
+    x_bar, *bars = grad(ours, (0, 1, 2))(mine[0], *params)
+    of_all, *of_params = grad(expected, (0, 1, 2))(x, *params)
+    assert_close(x_bar, part(of_all, rank, world))
+    for mine_of_it, of_param in zip(bars, of_params, strict=True):
+        dist.all_reduce(mine_of_it)
+        assert_close(mine_of_it, of_param)
 
 
 @pytest.mark.parametrize("shape, channels_last", [((C,), False), ((C, 2, 3), True)], ids=str)

@@ -6,21 +6,21 @@ import functools
 
 import pytest
 import torch
-from torch.func import functional_call, grad, jvp
+from torch.func import functional_call, jvp
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import primitives as pr
 from perf.ops.samples import normal
-from primitives._audit.nestings import InFloat64
+from primitives._audit.nestings import InFloat64, difference, nested
 from tests.models.table import CASES, MODELS
+from tests.support import nestings
 
 # A context, and what makes a model ready to run in it.
 WAYS = {"override": (pr.repair_torch, lambda model: model), "convert": (pr.repair_torch, pr.nn.convert)}
 EITHER = pytest.mark.parametrize("way", WAYS)
 EACH = pytest.mark.parametrize("name", [case.name for case in MODELS])
-ZERO = torch.zeros((), dtype=torch.float64)
 
 
 @functools.cache
@@ -81,50 +81,37 @@ def test_loss_and_gradients_are_those_of_torch(name, way):
     assert_near(found, loss_and_gradients(built(name), case, loss=loss_of_output), 1e-12)
 
 
-def along(model, case):
-    """The loss as a function of how far the input and all weights have moved along each of two directions."""
+def moving(model, case):
+    """The loss as a function of the input and all weights, these, and a direction for each."""
     points = {name: weight.detach() for name, weight in model.named_parameters() if weight.requires_grad}
     points["input"] = normal(case.shape, 1)
-    directions = [{key: 0.1 * normal(p.shape, 2 * i + k) for i, (key, p) in enumerate(points.items())} for k in (0, 1)]
 
-    def loss(s, t):
-        moved = {key: p + s * directions[0][key] + t * directions[1][key] for key, p in points.items()}
+    def loss(*xs):
+        moved = dict(zip(points, xs, strict=True))
         x = moved.pop("input")
         return loss_of_output(lambda **given: functional_call(model, moved, (), given), case, x)
 
-    return loss
-
-
-def tangent(f, argument):
-    return lambda *at: jvp(f, at, tuple(torch.full_like(v, float(i == argument)) for i, v in enumerate(at)))[1]
-
-
-NESTINGS = {
-    "grad of jvp": lambda f: grad(tangent(f, 1)),
-    "jvp of grad": lambda f: tangent(grad(f), 1),
-    "grad of grad": lambda f: grad(grad(f), 1),
-    "jvp of jvp": lambda f: tangent(tangent(f, 0), 1),
-}
+    return loss, list(points.values()), [0.1 * normal(p.shape, i) for i, p in enumerate(points.values())]
 
 
 @functools.cache
-def mixed_derivative(name):
-    """In both directions: by central differences of torch's gradient, and in torch, on attention that is composed."""
-    loss = along(built(name), CASES[name])
-    h = 5e-4
+def second_derivative(name):
+    """By central differences of torch's gradient, and in torch, on attention that is composed."""
+    loss, xs, directions = moving(built(name), CASES[name])
     with sdpa_kernel(SDPBackend.MATH), InFloat64():
-        a, b, c, d = [grad(loss)(ZERO, ZERO + k * h) for k in (-2, -1, 1, 2)]
-        return (a - 8 * b + 8 * c - d) / (12 * h), NESTINGS["grad of grad"](loss)(ZERO, ZERO)
+        gradient = nested(loss, directions, "r")
+        return difference(gradient, directions)(*xs), nested(loss, directions, "rr")(*xs)
 
 
 @EITHER
 @EACH
 def test_second_derivatives_are_central_differences(name, way):
     case, context, model = ready(name, way)
-    differences, torchs = mixed_derivative(name)
-    for nesting in NESTINGS.values():
+    differences, torchs = second_derivative(name)
+    loss, xs, directions = moving(model, case)
+    for nesting in nestings(2):
         with context(), InFloat64():
-            found = nesting(along(model, case))(ZERO, ZERO)
+            found = nested(loss, directions, nesting)(*xs)
         assert_near(found, differences, 1e-7)
         # The one nesting that torch has.
         assert_near(found, torchs, 1e-10)
