@@ -86,7 +86,7 @@ def compile(
         chosen = {**modes[mode], **chosen}
     settings = Settings(backend, {name.replace("-", "_"): value for name, value in chosen.items()}, dynamic)
     if isinstance(fn, torch.nn.Module):
-        return _twin(fn, settings)
+        return _twin(fn._original if isinstance(fn, _Compiled) else fn, settings)
     return CompiledFunction(fn, settings)
 
 
@@ -94,7 +94,7 @@ class _Compiled:
     """The part of a compiled module that differs from the module itself, with which it shares its attributes."""
 
     _original: torch.nn.Module
-    compiled: Any
+    compiled: Any  # a property, since the function would be a method
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's, compiled."""
@@ -118,7 +118,7 @@ def _twin(module: Any, settings: Any) -> Any:
 
     kind = type(module)
     compiled = CompiledFunction(types.MethodType(kind.forward, module), settings)
-    members = {"_original": module, "compiled": compiled, "__module__": kind.__module__}
+    members = {"_original": module, "compiled": property(lambda self: compiled), "__module__": kind.__module__}
     twin = object.__new__(type(f"Compiled{kind.__name__}", (_Compiled, kind), members))
     object.__setattr__(twin, "__dict__", module.__dict__)
     return twin

@@ -51,6 +51,19 @@ def _in_a_vmap() -> bool:
     return any(each.key() == _functorch.TransformType.Vmap for each in _functorch.get_interpreter_stack() or ())
 
 
+def _has_its_memory(x: Any) -> bool:
+    """Whether its numbers are those in memory: compiled code reads no flags, and ends the process at a zero tensor."""
+    return not (isinstance(x, torch.Tensor) and (x.is_neg() or x._is_zerotensor() or x.is_conj()))
+
+
+def _as_read(x: Tensor) -> Tensor:
+    return torch.zeros_like(x) if x._is_zerotensor() else x.resolve_conj().resolve_neg()
+
+
+def _memory(x: Any) -> int | None:
+    return x.untyped_storage()._cdata if isinstance(x, torch.Tensor) else None
+
+
 def _layout(x: Any, settings: Settings) -> Any:
     """What counts of a tensor for a program."""
     if not settings.dynamic:
@@ -120,7 +133,8 @@ class Compiled(Derived):
         if not _is_here():
             return tuple(self.inner(*tensors))
         with torch.no_grad() if torch.is_grad_enabled() else _NOTHING, _C._DisableAutocast():
-            return tuple(self.program(tensors)([*tensors]))
+            given = [x if _has_its_memory(x) else _as_read(x) for x in tensors]
+            return tuple(self.program(given)(given))
 
     def program(self, tensors: Sequence[Tensor]) -> Program:
         """The program of the value, for these sizes."""
@@ -273,6 +287,14 @@ class Joint(Half):
             name, num_bytes = f"{name}, forward", forward.saved_bytes
             saved = {x.name: self.num + i for i, x in enumerate(forward.saved) if x.name not in self._primals}
             self._kept, self.num_kept = [*saved], len(saved)
+            read = {node.name for node in self._backward.graph.find_nodes(op="placeholder") if node.users}
+            # Views of an argument are kept for it.
+            memory = {_memory(self._values[each]) for each in self._kept}
+            self.unread = frozenset(
+                i
+                for i, each in enumerate(self._primals)
+                if each not in read and _memory(self._values[each]) not in memory
+            )
             inputs = {each: self._values[each] for each in self._primals}
             module: Any = cut(forward.module, inputs, [*range(self.num), *saved.values()], {})
         super().__init__(function, len(function.names), module, function, name, function.names)

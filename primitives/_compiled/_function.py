@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import inspect
 import logging
+import types
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -93,7 +95,7 @@ class _Site(Region):
         self.tensors = []
 
     def _names(self, args: tuple, kwargs: dict[str, Any]) -> list[str]:
-        given = Leaves.of_arguments(self._fn, args, dict(sorted(kwargs.items())), ARGUMENTS)
+        given = Leaves.of_arguments(self._fn, args, kwargs, ARGUMENTS)
         names = [*given.labels(self._places), *(f"captured[{k}]" for k in range(len(self._reached.places)))]
         paths = {owner: path for each in self._reached.modules for path, owner in each.named_modules()}
         places = [each[0] for each in self._registered.values()]
@@ -148,6 +150,9 @@ class _Site(Region):
         tensors.append(seed)
         known = len(self._compiled.joints)
         results = recomputed(self._compiled, tensors)
+        if self.is_random and seed is self._no_seed:
+            # Other sizes of a dynamic program draw numbers where the first did not.
+            return self.run(tensors[:-1])
         if len(self._compiled.joints) > known:
             named = zip(self._compiled.names, tensors, strict=True)
             layouts = [(name, ([*x.shape], x.dtype, x.stride())) for name, x in named]
@@ -196,6 +201,9 @@ class CompiledFunction:
         self._num_described = 0
         self._has_assigned = False
         functools.update_wrapper(self, fn, updated=())
+        parameters = _parameters(fn)
+        # Where each has a name, their order does not count.
+        self._sorts_kwargs = all(each.kind != each.VAR_KEYWORD for each in parameters)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The result of the function."""
@@ -205,14 +213,17 @@ class CompiledFunction:
         if _C._len_torch_function_stack() and any(isinstance(x, Guard) for x in _get_current_function_mode_stack()):
             with _without_guards():
                 return self(*args, **kwargs)
+        if len(kwargs) > 1 and self._sorts_kwargs:
+            kwargs = dict(sorted(kwargs.items()))
         leaves, treespec = optree.tree_flatten((args, kwargs), namespace=ARGUMENTS)  # type: ignore[arg-type] - any tree
         tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
-        key: Any = treespec
+        layouts = () if self.settings.dynamic else _layouts(tensors)
+        key: Any = treespec, layouts
         if len(tensors) < len(leaves):
             constants = [x for x in leaves if not isinstance(x, torch.Tensor)]
             if registered(constants, ARGUMENTS):
                 return self(*args, **kwargs)
-            key = treespec, *constants, *map(type, constants)
+            key = treespec, layouts, *constants, *map(type, constants)
         try:
             sites = self._sites.get(key, ())
         except TypeError:
@@ -222,6 +233,10 @@ class CompiledFunction:
             if found is not None:
                 return site.run(found)
         return self._first(key, args, kwargs, tensors)
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        """In a class, a method."""
+        return self if instance is None else types.MethodType(self, instance)
 
     def _first(self, key: Any, args: tuple, kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
         """The first call of its kind; the site is kept if it succeeds."""
@@ -276,6 +291,18 @@ class CompiledFunction:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompiledFunction:
         return CompiledFunction(copy.deepcopy(self.__wrapped__, memo), self.settings.fresh())  # type: ignore[attr-defined] - as above
+
+
+def _layouts(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
+    """With others a function may return another tree, write to other buffers, and draw numbers or not."""
+    return tuple([(x.shape, x.dtype, x.requires_grad) for x in tensors])
+
+
+def _parameters(fn: Callable[..., Any]) -> list[inspect.Parameter]:
+    try:
+        return [*inspect.signature(fn).parameters.values()]
+    except (TypeError, ValueError):  # a function of C
+        return []
 
 
 def _unhashable(fn: Any, args: tuple, kwargs: dict[str, Any]) -> LeafError:

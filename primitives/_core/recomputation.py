@@ -47,6 +47,8 @@ class Recomputable:
         """Places of results without derivative, whatever they are computed of."""
         return frozenset()
 
+    # Places of arguments that a backward pass reads only if it is differentiated itself: they may be written before it.
+    unread: frozenset[int] = frozenset()
     # Number of results, the last ones and constants, that `resumed` may read.
     num_kept = 0
     # Whether this is a pullback that gets what was kept behind its arguments, and has derivatives in these alone.
@@ -163,7 +165,7 @@ def recorded_here(function: Recomputable, tensors: Sequence[Tensor]) -> Tensors:
 def _forward_here(ctx: Any, function: Recomputable, num: int, *tensors: Tensor) -> Tensors:
     output = function(*tensors)
     results = output[: len(output) - function.num_kept]
-    _save(ctx, (function, num, *tensors), output, results)
+    _save(ctx, (function, num, *tensors), output, results, function.unread)
     return results
 
 
@@ -181,7 +183,11 @@ def _setup_context(ctx: Any, inputs: tuple, output: Tensors) -> None:
     ctx.save_for_forward(*inputs[2 : 2 + ctx.num])
 
 
-def _save(ctx: Any, inputs: tuple, output: Tensors, results: Tensors) -> None:
+def _version(x: Tensor) -> int:
+    return 0 if x.is_inference() else x._version
+
+
+def _save(ctx: Any, inputs: tuple, output: Tensors, results: Tensors, unread: frozenset[int] = frozenset()) -> None:
     ctx.function, ctx.num, *values = inputs
     ctx.num_values, tensors = len(values), values[: ctx.num]
     # The buffers of the caller are about to be written.
@@ -190,20 +196,30 @@ def _save(ctx: Any, inputs: tuple, output: Tensors, results: Tensors) -> None:
     kept = output[len(output) - ctx.function.num_kept :]
     # Sizes come last.
     ctx.numbers = [x for x in kept if not isinstance(x, torch.Tensor)]
-    ctx.save_for_backward(*tensors, *kept[: len(kept) - len(ctx.numbers)])
+    ctx.unread = [(i, tensors[i], _version(tensors[i])) for i in sorted(unread)]
+    saved = [x for i, x in enumerate(tensors) if i not in unread]
+    ctx.save_for_backward(*saved, *kept[: len(kept) - len(ctx.numbers)])
     ctx.set_materialize_grads(False)
     constants, ys = ctx.function.constants, results[: len(output) - len(ctx.numbers)]
     ctx.mark_non_differentiable(*[y for k, y in enumerate(ys) if k in constants or not has_derivatives(y.dtype)])
 
 
 def _backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
-    num, saved = ctx.num, ctx.saved_tensors
+    num, saved = ctx.num, [*ctx.saved_tensors]
+    for i, x, _ in ctx.unread:
+        saved.insert(i, x)
     wanted = tuple([i for i, needs in enumerate(ctx.needs_input_grad[2 : 2 + num]) if needs])
     given = tuple([k for k, y_bar in enumerate(cotangents) if y_bar is not None])
     bars: list[Any] = [None] * ctx.num_values
     if given and wanted:
         function = ctx.function.resumed(num, wanted, given)
         given_bars: Any = [cotangents[k] for k in given]
+        is_read = torch.is_grad_enabled() or not function.resumes
+        if is_read and any(_version(x) != version for _, x, version in ctx.unread):
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: an "
+                "argument, a parameter or a captured tensor of a compiled function, before its recorded backward pass."
+            )
         kept = [*saved[num:], *ctx.numbers] if function.resumes else ()
         found = recomputed(function, [*saved[:num], *given_bars], kept)
         for i, bar in zip(wanted, found, strict=True):

@@ -104,7 +104,9 @@ class Region(Recomputable):
             inner: Any = self._treespec.unflatten(leaves)
             results, out_treespec = flattened(self._fn(*inner[0], **inner[1]), RESULTS)
             current = [getattr(o, registry).get(name) for (o, registry, name), *_ in self._registered.values()]
-            if is_first:
+            if not is_first:
+                self._require_same(out_treespec, results)
+            else:
                 self._again = again
                 self._out_treespec = out_treespec
                 self._is_bare = out_treespec.is_leaf() and isinstance(results[0], torch.Tensor)
@@ -120,6 +122,19 @@ class Region(Recomputable):
                     if all(isinstance(owner, _NormBase) for owner, _, _ in places[i - start])
                 )
             return *(results[i] for i in self._out_places), *(current[i - start] for i in self._changed)
+
+    def _require_same(self, treespec: Any, results: Sequence[Any]) -> None:
+        """Raise if a later run returns what the first did not: where it looks at `requires_grad`, for instance."""
+
+        def known(leaves: Sequence[Any]) -> list[Any]:
+            return [y if type(y) in (bool, int, float, str) else isinstance(y, torch.Tensor) for y in leaves]
+
+        first = [torch.empty(0) if i in self._out_places else y for i, y in enumerate(self._out_leaves)]
+        if treespec != self._out_treespec or known(results) != known(first):
+            raise LeafError(
+                f"the function returned {self._out_treespec} in its first run, and returns {treespec}, or other "
+                "constants in it, where it is differentiated or has other sizes. Return the same tree each time."
+            )
 
     @contextlib.contextmanager
     def _lent(self, tensors: Sequence[Tensor]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:

@@ -9,6 +9,7 @@ import threading
 import time
 
 import numpy as np
+import optree
 import pytest
 import torch
 from torch import nn
@@ -29,6 +30,66 @@ def test_sizes_dtypes_layouts_and_constants():
         for options in ({"k": 2}, {"k": 2.0}, {"k": 3, "keep": True}):
             same(compiled(x, **options), compiled.__wrapped__(x, **options), 1e-6)
             assert compiled(x, **options).dtype == compiled.__wrapped__(x, **options).dtype
+
+
+def test_what_depends_on_sizes_or_on_an_order_is_that_of_each_call():
+    def function(x, named, **more):
+        rows = {f"row {i}": row.sum() for i, row in enumerate(x)}
+        return rows, len(x), str(x.dtype), x.sum() if x.requires_grad else None, [*named.values()], [*more.values()]
+
+    compiled, first, second = plainly(function), {"q": X, "p": SHIFT}, {"p": SHIFT, "q": X}
+    for x in (X, X[:2], X.float(), X.clone().requires_grad_(), X):
+        for named in (first, second):
+            found, truth = (optree.tree_flatten(f(x, named, **named)) for f in (compiled, function))
+            assert found[1] == truth[1]
+            for y, wanted in zip(found[0], truth[0], strict=True):
+                assert torch.equal(y, wanted) if isinstance(y, torch.Tensor) else y == wanted
+
+    net = nn.BatchNorm1d(3).double()
+    compiled = plainly(lambda x: net(x).sum() if len(x) > 3 else x.sum())
+    for x in (X[:2], X, X):
+        compiled(x)
+    assert net.num_batches_tracked == 2
+
+
+def test_what_no_backward_pass_reads_may_be_written_before_it():
+    """The averaged weights of a target network, for instance."""
+    net, target = mlp(), mlp().requires_grad_(False)
+    loss = plainly(lambda x: (net(x) - target(x)).square().sum())
+    truth = gradients(net, (net(X) - target(X)).square().sum())
+    for recorded in (False, True):
+        value = loss(X)
+        with torch.no_grad():
+            target[0].weight.lerp_(net[0].weight, 0.5)
+        if recorded:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                torch.autograd.grad(value, list(net.parameters()), create_graph=True)
+        else:
+            same(gradients(net, value), truth)
+
+
+def test_flags_of_tensors_are_read():
+    """Compiled code reads memory: of a negative or conjugate view, and of a zero tensor, which has none."""
+    compiled, z = pr.compile(torch.sin), torch.complex(X, X)
+    same(compiled(X), X.sin())
+    same(compiled(z.conj().imag), (-X).sin())
+    x = X.clone().requires_grad_()
+    zeros = torch._efficientzerotensor(X.shape, dtype=X.dtype)
+    same(torch.autograd.grad(compiled(x), x, zeros), torch.zeros_like(x))
+
+
+class Scaled:
+    factor = torch.tensor(2.0)
+
+    @plainly
+    def __call__(self, x):
+        return self.factor * x
+
+
+def test_methods_and_modules_that_are_compiled_twice():
+    same(Scaled()(X), 2 * X)
+    net = mlp()
+    same(plainly(plainly(net))(X), net(X))
 
 
 @dataclasses.dataclass

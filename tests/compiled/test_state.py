@@ -69,7 +69,7 @@ def test_a_parameter_that_was_stepped_before_the_backward_pass_is_refused():
     net = mlp()
     loss = plainly(net)(X).square().sum()
     with torch.no_grad():
-        net[0].weight.add_(1)
+        net[3].weight.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 

@@ -18,6 +18,9 @@ __all__ = ["ARGUMENTS", "RESULTS", "flattened", "leaves_of_nodes", "mapped_nodes
 
 # Namespaces in which nodes of torch and dataclasses are nodes, too; among results, all objects that hold tensors.
 ARGUMENTS, RESULTS = "primitives.arguments", "primitives.results"
+# Functions may go through a dict of arguments in its order, which optree forgets unless told. The context never ends.
+_in_order = contextlib.ExitStack()
+_in_order.enter_context(optree.dict_insertion_ordered(True, namespace=ARGUMENTS))
 
 
 def leaves_of_nodes(tree: Any, namespace: str) -> list[Any]:
