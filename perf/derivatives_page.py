@@ -41,7 +41,8 @@ Repaired, all are right in every nesting but these:
 
 {reasons}
 Torch's samples do not reach every operator, or only with more numbers than the {elements} that are judged. Known to
-raise, repaired or not: `ctc_loss` in forward mode and at second order, `special.zeta` and `conv_tbc` in forward mode.
+raise, repaired or not: `ctc_loss` in forward mode and at second order, `special.zeta` and `conv_tbc` in forward mode,
+`scatter_reduce` and `index_reduce` by products with two zeros at one place at second order of plain `backward`.
 
 Written by `python -m perf.derivatives_page > docs/reference/torch_derivatives.md`.
 """
