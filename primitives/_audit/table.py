@@ -161,7 +161,8 @@ def is_tabled(operator: OpOverload) -> bool:
 def verdicts_of(operator: OpOverload) -> Verdict:
     """What the table says of an operator of unrepaired torch, whatever is special about its input."""
     plain = name_of(operator)
-    found = [row[0] for name, row in _table().items() if name.partition(" ")[0] in (plain, *_alike(plain))]
+    names = plain, *_alike(plain)
+    found = [row[0] for name, row in _table().items() if name.partition(" ")[0] in names]
     wrong, raises = ({nesting for verdict in found for nesting in verdict[i]} for i in range(2))
     return Verdict(tuple(sorted(wrong)), tuple(sorted(raises)))
 

@@ -16,7 +16,7 @@ from torch._C import _functorch  # type: ignore[attr-defined] - no stub
 from torch._C._dynamo.guards import TensorGuards
 from torch.autograd import forward_ad
 
-from primitives._compiled._graphs import LOCK, cut, joint_graph, program_of
+from primitives._compiled._graphs import compiling, cut, joint_graph, program_of
 from primitives._core.errors import ShapeError
 from primitives._core.recomputation import Batched, Derived, Pullback, Pushforward, Recomputable, recorded_here
 from primitives.tracing._torch_private import bindings, bound_sizes
@@ -145,7 +145,7 @@ class Compiled(Derived):
         key = wanted, *[_layout(x, self.settings) for x in tensors]
         found = self._fitting(key, tensors)
         if found is None:
-            with LOCK:
+            with compiling():
                 found = self._fitting(key, tensors)
                 if found is None:
                     start = time.perf_counter()
@@ -238,7 +238,7 @@ class Half(Compiled):
             return self._program
         if not isinstance(self.inner, fx.GraphModule):
             return super().program(tensors)
-        with LOCK:
+        with compiling():
             self._program = self._program or program_of(self.inner, self.name, self.settings, *self.shown)
         return self._program
 

@@ -20,7 +20,7 @@ from torch.nn.utils import parametrize
 from torch.overrides import _get_current_function_mode_stack, _pop_mode_temporarily
 
 from primitives._compiled._derivatives import SEED, Compiled
-from primitives._compiled._graphs import LOCK
+from primitives._compiled._graphs import compiling
 from primitives._core.errors import LeafError
 from primitives._core.recomputation import recomputed
 from primitives._core.trees.nodes import ARGUMENTS, registered
@@ -240,7 +240,7 @@ class CompiledFunction:
 
     def _first(self, key: Any, args: tuple, kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
         """The first call of its kind; the site is kept if it succeeds."""
-        with LOCK:
+        with compiling():
             site = _Site(self, args, kwargs)
             found = site.now(tensors)
             if found is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import gc
 import itertools
 import logging
 import os
@@ -25,7 +26,7 @@ from primitives._core.inductor import tracing_a_program
 from primitives.tracing._joint.trace import traced
 from primitives.tracing._leaves import Leaves
 from primitives.tracing._subclasses.made_inside import subclasses_made
-from primitives.tracing._torch_private import is_wrapper_subclass
+from primitives.tracing._torch_private import GraphModule, is_wrapper_subclass
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,13 +36,13 @@ if TYPE_CHECKING:
     from primitives._core.recomputation import Recomputable
     from primitives.tracing import JointGraph
 
-__all__ = ["LOCK", "Program", "Settings", "cut", "joint_graph", "program_of"]
+__all__ = ["Program", "Settings", "compiling", "cut", "joint_graph", "program_of"]
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _log = logging.getLogger("primitives.compile")
 # Torch's compilers are not made for several threads at once.
-LOCK = threading.RLock()
-os.register_at_fork(after_in_child=LOCK._at_fork_reinit)  # type: ignore[attr-defined] - of every lock of Python
+_LOCK = threading.RLock()
+os.register_at_fork(after_in_child=_LOCK._at_fork_reinit)  # type: ignore[attr-defined] - of every lock of Python
 
 
 @dataclasses.dataclass
@@ -94,15 +95,20 @@ class Program:
 
 
 @contextlib.contextmanager
-def _not_silent() -> Iterator[None]:
-    """Context of what may take long: the user hears of it once."""
+def compiling() -> Iterator[None]:
+    """Context of what makes programs: in one thread at a time, and a user hears once if it takes long."""
     timer = threading.Timer(_PATIENCE, _say_slow)
     timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
+    with _LOCK:
+        thresholds = gc.get_threshold()
+        timer.start()
+        # A trace makes objects by the million, and most of them stay: looking for garbage takes a tenth of its time.
+        gc.set_threshold(thresholds[0] and max(thresholds[0], 20_000), *thresholds[1:])
+        try:
+            yield
+        finally:
+            gc.set_threshold(*thresholds)
+            timer.cancel()
 
 
 @functools.cache
@@ -133,7 +139,6 @@ def _outside_everything() -> Iterator[None]:
             _C._autograd._push_saved_tensors_default_hooks(*pair)  # type: ignore[attr-defined] - as above
 
 
-@_not_silent()
 def joint_graph(
     function: Recomputable,
     name: str,
@@ -159,6 +164,7 @@ def joint_graph(
         from torch._inductor.decomposition import select_decomp_table
 
         table = select_decomp_table()
+        _vector_instructions()
     with _outside_everything(), torch.inference_mode(False), tracing_a_program(), subclasses_made():
         blanks = tuple(
             torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).requires_grad_(i in wanted)
@@ -209,21 +215,19 @@ def cut(
     for node in graph.find_nodes(op="placeholder"):
         if node.name not in inputs:
             graph.erase_node(node)
-    return fx.GraphModule(module, graph)
+    return GraphModule(module, graph)
 
 
-@_not_silent()
 def program_of(module: fx.GraphModule, name: str, settings: Settings, seconds: float, num_bytes: int) -> Program:
     """The program of a graph, which keeps the strides that were traced."""
     start = time.perf_counter()
     _log.info("compile: %s, %d nodes, traced in %.1f s", name, len(module.graph.nodes), seconds)
     graph = fx_graph_cse(module.graph)
     graph.eliminate_dead_code()
-    module = fx.GraphModule(module, graph)
-    fakes = [node.meta["val"] for node in graph.find_nodes(op="placeholder")]
-    mode: Any = _guards.detect_fake_mode(fakes)
+    module = GraphModule(module, graph)
+    mode: Any = _guards.detect_fake_mode([node.meta["val"] for node in graph.find_nodes(op="placeholder")])
     constants = _lifted(module, mode)
-    fakes += [mode.from_tensor(x, static_shapes=True) for x in constants]
+    fakes = [node.meta["val"] for node in graph.find_nodes(op="placeholder")]
     num_nodes = sum(node.op == "call_function" for node in graph.nodes)
     with _outside_everything(), torch.no_grad(), _guards.tracing(_guards.TracingContext(mode)):
         run = _run_by(settings, module, fakes, mode)
@@ -272,6 +276,7 @@ def _by_inductor(options: dict[str, Any], module: fx.GraphModule, fakes: list[An
     from torch._inductor.virtualized import V
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+    _vector_instructions().join()
     # Without symbols Inductor looks for no graph on disk.
     mode.shape_env = mode.shape_env or ShapeEnv()
     with config.patch(options), V.set_fake_mode(mode):
@@ -283,6 +288,16 @@ def _by_inductor(options: dict[str, Any], module: fx.GraphModule, fakes: list[An
         code = compile_fx.compile_fx_inner(module, fakes, graph_id=next(_numbers), is_inference=True)
     # Around it torch counts calls, for as long as a small program runs.
     return getattr(code, "current_callable", None) or code
+
+
+@functools.cache
+def _vector_instructions() -> threading.Thread:
+    """Asks the compiler and the processor for them, as Inductor would after the trace: processes of a second in all."""
+    from torch._inductor import cpu_vec_isa
+
+    thread = threading.Thread(target=cpu_vec_isa.valid_vec_isa_list, daemon=True)
+    thread.start()
+    return thread
 
 
 _numbers = itertools.count()

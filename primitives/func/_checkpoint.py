@@ -38,7 +38,8 @@ def checkpoint(fn: Callable[_P, _R], /, *args: _P.args, **kwargs: _P.kwargs) -> 
         The result of `fn`.
 
     Raises:
-        LeafError: If `fn` uses a tensor that requires grad, or belongs to a transform, and reaches it otherwise.
+        LeafError: If `fn` uses a tensor that requires grad, or belongs to a transform, and reaches it otherwise; if it
+            calls `torch.autograd.grad`, for which nothing is recorded: take `torch.func.grad` there.
 
     Example:
         >>> import torch, primitives as pr

@@ -269,6 +269,11 @@ class Guard(TorchFunctionMode):
         if getattr(func, "__name__", "") == "__get__" and not isinstance(found := func(*args, **kwargs), torch.Tensor):
             # A shape or a dtype, which has no derivative.
             return found
+        if func is torch.autograd.grad and not (torch.is_grad_enabled() or any(x.requires_grad for x in args[0])):
+            raise LeafError(
+                "checkpoint: the function calls torch.autograd.grad, and its first run, which keeps nothing, records "
+                "no graph. Call torch.func.grad there, or use torch.utils.checkpoint with use_reentrant=False."
+            )
         for x in arg_tree_leaves(*args, **kwargs):
             if isinstance(x, torch.Tensor) and self._is_foreign(x):
                 self._refusal = LeafError(

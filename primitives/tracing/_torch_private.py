@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import math
 import sys
 import threading
@@ -39,6 +40,9 @@ without_modes, without_functions = _python_dispatch._disable_current_modes, _C.D
 function_modes = overrides._get_current_function_mode_stack
 FakeTensor, FunctionalTensor = fake_tensor.FakeTensor, functional_tensor.FunctionalTensor
 with_tensors = stateless._reparametrize_module
+# It writes its code when somebody asks for it: most graphs are copied to the next one, and never run.
+GraphModule = _lazy_graph_module._LazyGraphModule
+_without_code = functools.partial(_lazy_graph_module._use_lazy_graph_module, True)
 # The names by which `torch.utils.checkpoint` looks up its machinery, of a region and of one of the reentrant kind.
 CHECKPOINT_NAMES = ("_CheckpointFrame", "CheckpointFunction")
 
@@ -298,11 +302,9 @@ def trace(
 ) -> fx.GraphModule:
     """Graph of a function of flat tensors, which are fake."""
     make = proxy_tensor.make_fx(function, decomposition_table=table, tracing_mode="real")
-    # The code of this module never runs.
-    without_code = _lazy_graph_module._use_lazy_graph_module(True)
     excluded = _C._ExcludeDispatchKeyGuard(_C.DispatchKeySet(_C.DispatchKey.Functionalize))
     # As ahead-of-time autograd does: threads of the engine know nothing of modes.
-    with excluded, without_code, torch.autograd.set_multithreading_enabled(False), mode:
+    with excluded, _without_code(), torch.autograd.set_multithreading_enabled(False), mode:
         return make(*args)
 
 
@@ -346,7 +348,8 @@ def partition(module: fx.GraphModule, num_forward_outputs: int, *, min_cut: bool
     ours = [op.overload.overloadpacket for op in registered_primitives().values() if op.recomputable]
     also = [getattr(torch.ops.aten, name) for name in _ONE_PASS] + ours
     # The partitioner takes no list: it looks its own up by this name.
-    with _partitioner_lock, functorch_config.patch(dict.fromkeys((*_RULES_FOR_TIME, "functionalize_rng_ops"), False)):
+    rules = functorch_config.patch(dict.fromkeys((*_RULES_FOR_TIME, "functionalize_rng_ops"), False))
+    with _partitioner_lock, rules, _without_code():
         kinds = partitioners.get_default_op_list()
         allowed = type(kinds.recomputable_ops)([*kinds.recomputable_ops, *also])
         kinds = dataclasses.replace(kinds, recomputable_ops=allowed)
@@ -359,7 +362,7 @@ def dumped(module: fx.GraphModule) -> tuple[bytes, dict[str, Any]]:
     from torch.fx._graph_pickler import GraphPickler, Options
 
     constants = {str(n.target): getattr(module, str(n.target)) for n in module.graph.find_nodes(op="get_attr")}
-    bare = fx.GraphModule(dict.fromkeys(constants, nn.Module()), copy.deepcopy(module.graph))
+    bare = GraphModule(dict.fromkeys(constants, nn.Module()), copy.deepcopy(module.graph))
     options = Options(ops_filter=None, node_metadata_key_filter={"val", "stack_trace", "partitioner_tag"}.__contains__)
     return GraphPickler.dumps(bare, options), constants
 
@@ -369,7 +372,7 @@ def loaded(data: bytes, constants: dict[str, Any], mode: fake_tensor.FakeTensorM
     from torch.fx._graph_pickler import GraphPickler
 
     graph: Any = GraphPickler.loads(data, mode)
-    return fx.GraphModule(constants, copy.deepcopy(graph.graph), "JointGraph")
+    return GraphModule(constants, copy.deepcopy(graph.graph), "JointGraph")
 
 
 def bindings(fakes: Sequence[Any], values: Sequence[Any]) -> dict[Any, int]:

@@ -298,3 +298,11 @@ def test_tensors_that_a_region_cannot_know_are_refused():
     for call in (lambda: checkpoint(lambda x: x * held.x, X.clone().requires_grad_()), lambda: grad(within)(X)):
         with pytest.raises(pr.LeafError, match="Pass it as an argument"):
             call()
+
+
+def test_a_graph_that_is_not_recorded_is_not_asked_for_gradients():
+    x = X.clone().requires_grad_()
+    with pytest.raises(pr.LeafError, match=r"Call torch\.func\.grad there"):
+        checkpoint(lambda x: torch.autograd.grad(x.sin().sum(), x, create_graph=True)[0], x)
+    (x_bar,) = torch.autograd.grad(checkpoint(grad(lambda x: x.sin().sum()), x).sum(), x)
+    torch.testing.assert_close(x_bar, -x.sin(), **CLOSE)

@@ -231,7 +231,7 @@ def split(joint: Any, *, min_cut: bool) -> tuple[ForwardGraph, BackwardGraph]:
         seed.replace_all_uses_with(new)
         graph.erase_node(seed)
     num = joint.signature.num_forward_outputs
-    forward, backward = torch_private.partition(fx.GraphModule(joint.module, graph), num, min_cut=min_cut)
+    forward, backward = torch_private.partition(torch_private.GraphModule(joint.module, graph), num, min_cut=min_cut)
     saved = _described(forward, forward.graph.output_node().args[0][num:])
     inputs = {**joint.inputs, _SEED_INPUT: (SEED, COTANGENT)}
     labels = {entry.name: inputs.get(entry.name, (entry.name,))[0] for entry in saved}

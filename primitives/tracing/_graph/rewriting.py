@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import fx
 
+from primitives.tracing._torch_private import GraphModule
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -47,7 +49,7 @@ def tidied(module: fx.GraphModule, names: Sequence[str], cotangent_names: Sequen
             new.meta.setdefault(TAG, "is_backward")
     graph.eliminate_dead_code()
     graph.lint()
-    return fx.GraphModule(module, graph, "JointGraph")
+    return GraphModule(module, graph, "JointGraph")
 
 
 _DETACH = torch.ops.aten.detach.default
