@@ -17,7 +17,7 @@ from torch._C._dynamo.guards import TensorGuards
 from torch.autograd import forward_ad
 
 from primitives._compiled._graphs import compiling, cut, joint_graph, program_of
-from primitives._core.errors import ShapeError
+from primitives._core.errors import MissingRuleError, ShapeError
 from primitives._core.recomputation import Batched, Derived, Pullback, Pushforward, Recomputable, recorded_here
 from primitives.tracing._torch_private import bindings, bound_sizes
 
@@ -230,6 +230,11 @@ class Half(Compiled):
 
     def recorded(self, tensors: Sequence[Tensor], kept: Sequence[Any] = ()) -> Tensors:
         """As of any function that is computed again."""
+        if _C._dispatch_tls_is_dispatch_key_included(_OLDER_VMAP):
+            raise MissingRuleError(
+                "compile: torch.autograd.grad with is_grads_batched=True and create_graph=True has no derivative. "
+                "Take torch.func.vmap of torch.func.vjp, or torch.func.jacrev."
+            )
         return Recomputable.recorded(self, tensors, kept)
 
     def program(self, tensors: Sequence[Tensor]) -> Program:

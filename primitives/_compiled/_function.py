@@ -201,7 +201,7 @@ class CompiledFunction:
         self._num_described = 0
         self._has_assigned = False
         functools.update_wrapper(self, fn, updated=())
-        parameters = _parameters(fn)
+        parameters = _signature_of(fn)
         # Where each has a name, their order does not count.
         self._sorts_kwargs = all(each.kind != each.VAR_KEYWORD for each in parameters)
 
@@ -298,7 +298,7 @@ def _layouts(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
     return tuple([(x.shape, x.dtype, x.requires_grad) for x in tensors])
 
 
-def _parameters(fn: Callable[..., Any]) -> list[inspect.Parameter]:
+def _signature_of(fn: Callable[..., Any]) -> list[inspect.Parameter]:
     try:
         return [*inspect.signature(fn).parameters.values()]
     except (TypeError, ValueError):  # a function of C

@@ -1,5 +1,6 @@
 """What no program can hold is refused with the line and the remedy; planted faults are caught."""
 
+import contextlib
 import logging
 
 import numpy as np
@@ -41,6 +42,15 @@ def test_values(function):
 def test_a_backward_pass_inside_names_the_line_and_the_remedy():
     with pytest.raises(pr.TraceError, match=r"backward\(\) is called.*test_refusals.py:\d+.*Return the loss"):
         plainly(lambda x: x.clone().requires_grad_().sum().backward())(X)
+
+
+def test_recorded_batches_of_cotangents_are_refused():
+    x, compiled = X.clone().requires_grad_(), plainly(lambda x: x.sin())
+    rows = torch.eye(X.numel(), dtype=X.dtype).view(-1, *X.shape)
+    for options in ({}, {"create_graph": True}):
+        with pytest.raises(pr.MissingRuleError, match="jacrev") if options else contextlib.nullcontext():
+            (found,) = torch.autograd.grad(compiled(x), x, rows, is_grads_batched=True, **options)
+            same(found.sum(0), X.cos())
 
 
 def test_values_of_constants_may_be_asked():
