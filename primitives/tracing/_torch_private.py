@@ -6,7 +6,6 @@ import contextlib
 import copy
 import dataclasses
 import functools
-import math
 import sys
 import threading
 from typing import TYPE_CHECKING, Any
@@ -394,10 +393,3 @@ def bound_sizes(sizes: Sequence[Any], symbols: dict[Any, int]) -> list[int | Non
 def hinted_size(n: Any) -> int:
     """A size, as it was in the example that was traced."""
     return int(n.node.hint) if isinstance(n, torch.SymInt) else int(n)
-
-
-def is_dense(x: Tensor) -> bool:
-    """Whether the elements of `x` lie side by side in memory, without gaps, in any order of the axes."""
-    sizes, strides = ([hinted_size(n) for n in numbers] for numbers in (x.shape, x.stride()))
-    axes = sorted((stride, n) for stride, n in zip(strides, sizes, strict=True) if n != 1)
-    return all(stride == math.prod(n for _, n in axes[:i]) for i, (stride, _) in enumerate(axes))

@@ -14,6 +14,7 @@ from torch import fx
 from primitives.tracing import _torch_private as torch_private
 from primitives.tracing._graph.rewriting import SEED, TAG
 from primitives.tracing._leaves import like
+from primitives.tracing._memory import is_dense
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -209,7 +210,7 @@ class BackwardGraph(_Part):
 def _laid_out_like(x: Tensor, fake: Tensor, symbols: dict[Any, int]) -> Tensor:
     """`x` with the strides that the graph was traced for, without a lazy conjugate or negative."""
     x, strides = x.resolve_conj().resolve_neg(), torch_private.bound_sizes(fake.stride(), symbols)
-    if not torch_private.is_dense(fake) or None in strides or list(x.stride()) == strides:
+    if not is_dense(fake) or None in strides or list(x.stride()) == strides:
         return x
     return x.new_empty_strided(x.shape, strides).copy_(x)  # type: ignore[arg-type] - no None
 

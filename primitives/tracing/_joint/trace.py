@@ -23,7 +23,7 @@ from primitives.tracing._joint.create import (
     takes_cotangent,
 )
 from primitives.tracing._leaves import Leaves
-from primitives.tracing._memory import is_wrapped, memories, refuse_sharing
+from primitives.tracing._memory import is_dense, is_wrapped, memories, refuse_sharing
 from primitives.tracing._random.rng import PhiloxState, rng_mode
 from primitives.tracing._watching import constant_written, written_by
 
@@ -326,9 +326,9 @@ def _copy(x: Any) -> Any:
     if not (isinstance(x, torch.Tensor) and x.requires_grad):
         return x
     # A copy has other strides where elements overlap or lie apart; the graph must not come to rely on these.
-    is_dense = torch_private.is_dense(x)
+    has_no_gaps = is_dense(x)
     with torch_private.unrecorded():
-        copy = x.clone() if is_dense else torch.ops.aten.alias.default(x)
+        copy = x.clone() if has_no_gaps else torch.ops.aten.alias.default(x)
     torch_private.record_as(copy, x)
     return copy
 
