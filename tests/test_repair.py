@@ -290,6 +290,19 @@ def test_subclasses_of_tensors_stay_what_they_are():
     torch.testing.assert_close((torch.Tensor(y), torch.Tensor(y_dot)), expected)
 
 
+def test_expanded_weights_give_the_gradients_of_each_sample():
+    """Torch's own tensor class for them takes its place in calls of norms."""
+    from torch.nn.utils._per_sample_grad import call_for_per_sample_grads
+
+    net, x = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.GroupNorm(2, 4)).double(), randn(5, 3)
+    with pr.repair_torch():
+        loss = call_for_per_sample_grads(net, loss_reduction="sum")(x).square().sum()
+        loss.backward()
+        rows = [torch.autograd.grad(net(row[None]).square().sum(), list(net.parameters())) for row in x]
+    for parameter, *gradients in zip(net.parameters(), *rows, strict=True):
+        torch.testing.assert_close(parameter.grad_sample, torch.stack(gradients))
+
+
 def test_methods_of_a_subclass_take_no_part_in_formulas():
     class Labeled(torch.Tensor):
         def to(self, *args, **kwargs):

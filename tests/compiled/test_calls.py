@@ -70,9 +70,11 @@ def test_what_no_backward_pass_reads_may_be_written_before_it():
 
 def test_flags_of_tensors_are_read():
     """Compiled code reads memory: of a negative or conjugate view, and of a zero tensor, which has none."""
-    compiled, z = pr.compile(torch.sin), torch.complex(X, X)
+    compiled, z = pr.compile(torch.sin), torch.complex(X, X).requires_grad_()
     same(compiled(X), X.sin())
-    same(compiled(z.conj().imag), (-X).sin())
+    for view in (z.conj().imag, z.conj().imag[:1].expand(2, -1, -1)):
+        same(compiled(view), view.sin())
+        same(*(torch.autograd.grad(f(view).square().sum(), z) for f in (compiled, torch.sin)))
     x = X.clone().requires_grad_()
     zeros = torch._efficientzerotensor(X.shape, dtype=X.dtype)
     same(torch.autograd.grad(compiled(x), x, zeros), torch.zeros_like(x))
