@@ -167,6 +167,7 @@ def test_every_nesting_to_order_three_is_right(op, make):
     assert len([*right_nestings(function, xs, directions)]) == 14
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
 @pytest.mark.parametrize("name", CALLS)
 def test_batches_of_derivatives(name):
     op, make, *_ = CALLS[name]

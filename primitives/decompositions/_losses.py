@@ -40,7 +40,8 @@ def huber_loss(self: Tensor, target: Tensor, reduction: int = REDUCTION_MEAN, de
     if delta <= 0 or not error.is_floating_point():
         return aten.huber_loss(self, target, reduction, delta)  # which raises
     # `e**2 / 2` within, `delta * (|e| - delta / 2)` beyond. Dynamo does not trace two `jvp` of a choice of these.
-    clipped = error.clamp(-delta, delta)
+    # Where they meet `clamp` has the derivative 0 from torch 2.15 on.
+    clipped = torch.where(error.abs() > delta, error.clamp(-delta, delta), error)
     return _reduced(0.5 * clipped.square() + delta * (error - clipped).abs(), reduction)
 
 
