@@ -52,7 +52,7 @@ def samples(draw, case):
     """One of the record's samples at other sizes, and in what else the samples have."""
     first = draw(st.sampled_from(case.samples))
     shape, options = tuple(draw(SIZES) for _ in first.shape), dict(first.options)
-    # Without a class there is no loss, and the function asks its primitive for none.
+    # A loss needs a class: without any the function does not call its primitive.
     hypothesis.assume(math.prod(shape) <= MOST and ("cross_entropy" not in case.name or shape[options["dim"]]))
     options = attention_options(draw, shape) if "keys" in options else options
     absent = draw(st.sampled_from(sorted({sample.absent for sample in case.samples})))
@@ -80,7 +80,7 @@ def test_drawn_calls_have_the_values_and_derivatives_of_the_definition(case):
         except pr.ShapeError:
             # Groups that do not divide the channels.
             hypothesis.reject()
-        # Of one value there is no unbiased variance.
+        # The unbiased variance divides by the number of values less one.
         hypothesis.assume(all(y.isfinite().all() for y in case.true_outputs(inputs, sample)))
         check_outputs(case, sample, inputs)
         names = case.perturbable(sample)
