@@ -51,6 +51,36 @@ def test_reverse_mode_goes_back_through_forward_ad(name):
             torch.testing.assert_close(by_autograd, nested(f, [v], nesting)(x), equal_nan=True)
 
 
+PAIRS = {
+    "logaddexp": (torch.logaddexp, (3,), (3,)),
+    "pow": (lambda x, y: x.exp() ** y, (3,), (3,)),
+    "cdist": (torch.cdist, (3, 2), (4, 2)),
+    "weight norm": (lambda x, y: torch._weight_norm(x, y, 0), (3, 2), (3, 1)),
+    "cholesky_solve": (
+        lambda x, y: torch.cholesky_solve(x, y.tril() + 3 * torch.eye(3, dtype=y.dtype)),
+        (3, 2),
+        (3, 3),
+    ),
+}
+
+
+@pytest.mark.parametrize("function, shapes", [(f, shapes) for f, *shapes in PAIRS.values()], ids=PAIRS)
+def test_one_argument_is_differentiated_alone_where_others_might_be(function, shapes):
+    """As a network by its input, whose parameters want gradients too."""
+    leaves = [randn(*shape).requires_grad_() for shape in shapes]
+    with pr.repair_torch():
+        # Arguments that are computed, and that are leaves.
+        for make in (lambda: [x * 1 for x in leaves], lambda: leaves):
+            xs = make()
+            loss = function(*xs).sin().sum()
+            both = torch.autograd.grad(loss, xs, create_graph=True)
+            for i, x in enumerate(xs):
+                (alone,) = torch.autograd.grad(loss, x, create_graph=True)
+                second = [torch.autograd.grad(g.square().sum(), x, retain_graph=True) for g in (alone, both[i])]
+                torch.testing.assert_close(alone, both[i])
+                torch.testing.assert_close(*second)
+
+
 def test_the_cosine_loss_of_pairs_is_that_of_torch_and_right_to_order_3():
     xs, target = [randn(4, 3), randn(4, 3)], torch.tensor([1, -1, 1, -1])
     for options in ({"reduction": "none"}, {"margin": 0.2}, {"reduction": "sum"}):

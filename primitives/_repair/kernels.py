@@ -265,7 +265,7 @@ def _places_of_edges(node: Any, values: Sequence[Any]) -> list[int | None]:
 
 
 def _replaced(
-    repair: Repair, values: list[Any], names: list[str], count: int, places: Any, _found: Any, cotangents: Any
+    repair: Repair, values: list[Any], names: list[str], count: int, places: Any, found: Any, cotangents: Any
 ) -> tuple[Any, ...] | None:
     """The gradients that a node returns, by the formula, where the backward pass is recorded or torch's are wrong."""
     node: Any = _C._current_autograd_node()
@@ -285,7 +285,10 @@ def _replaced(
         return None
     outputs = [outputs] if isinstance(outputs, torch.Tensor) else outputs
     gradients = _gradients(outputs, views, cotangents, is_recorded=is_recorded)
-    return tuple(None if place is None else gradients[place] for place in places)
+    # Autograd refuses a gradient of what nobody asked for, where torch has computed none.
+    edges = zip(places, found, node.next_functions, strict=True) if node is not None else ()
+    unasked = {place for place, bar, (end, _) in edges if bar is None and end and not _C._will_engine_execute_node(end)}
+    return tuple(None if place is None or place in unasked else gradients[place] for place in places)
 
 
 def _is_free(x: Any) -> bool:
