@@ -10,18 +10,15 @@ import logging
 import os
 import platform
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import optree
 import torch
+from torch import Tensor
 
 import primitives as pr
 from primitives._core import BackendError, registered_primitives, triton_kernels_module
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from torch import Tensor
 
 TOLERANCE = 1e-9
 

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from primitives._core.errors import BackendError, LeafError
 from primitives._core.trees.nodes import leaves_of_nodes, mapped_nodes
 from primitives.tracing._modules.lending import attributes_kept
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-
-    from torch import Tensor, nn
-
-__all__ = ["warm_up"]
 
 # As often as torch's documentation of CUDA graphs has it: libraries choose and allocate in the first runs.
 _RUNS = 3

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import optree
 import torch
+from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from primitives._core.errors import DtypeError, LeafError, ShapeError, TreeError
 from primitives._core.trees.leaves import Meta, check_like
 from primitives._core.trees.overlay import align, key_path
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 __all__ = ["backward", "grad"]
 

@@ -16,8 +16,9 @@ import os
 import sys
 import threading
 import warnings
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -27,11 +28,8 @@ from .runtime.launch_cache import repeatable
 from .runtime.planned import PlanKey, Request, set_advisor
 from .runtime.tuning_store import Store, cache_path
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    Launcher = TypeVar("Launcher", bound=Callable[..., Any])
-    Timer = Callable[[Callable[[], Any]], float]
+Launcher = TypeVar("Launcher", bound=Callable[..., Any])
+Timer = Callable[[Callable[[], Any]], float]
 
 __all__ = ["cache_path", "disable", "enable", "is_enabled", "tunable"]
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 
@@ -25,10 +26,6 @@ from primitives._warm_up import tensors_kept
 from primitives.func._reached import Reached
 from primitives.tracing._modules.lending import attributes_kept
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
-
-__all__ = ["audit"]
 _REPAIR = "pr.repair_torch()"
 _UNCUT = "let the derivative through there; bind what the function holds constant by functools.partial"
 _CUSTOM = "pr.custom_op with rules that pr.testing.check_rules proves"

@@ -8,30 +8,15 @@ from __future__ import annotations
 
 import functools
 import itertools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from torch import Tensor
-
-    Scalar = Callable[..., Tensor]
-
-__all__ = [
-    "InFloat64",
-    "along",
-    "described",
-    "difference",
-    "nested",
-    "nested_by_autograd",
-    "nestings",
-    "perturbed_sum",
-    "plain",
-]
+Scalar = Callable[..., Tensor]
 
 # Of central differences, in float64, at values and arguments near one.
 STEP = 1e-4

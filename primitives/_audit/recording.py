@@ -9,10 +9,12 @@ import re
 import textwrap
 import traceback
 from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,20 +22,6 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from primitives._audit.table import name_of, verdict_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-
-    from torch import Tensor
-
-__all__ = [
-    "Recorder",
-    "autograd_functions",
-    "labels_of",
-    "line_of_definition",
-    "places_by_module",
-    "told",
-]
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 # Other operators that draw numbers have derivatives, as those of a gamma distribution and cuDNN's LSTM.

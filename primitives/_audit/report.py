@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
 
 from primitives._audit.nestings import described
 from primitives._audit.recording import told
 from primitives.testing._report import html_table
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-__all__ = ["TOLERANCE", "AuditReport", "Finding", "failed_in", "grouped"]
 
 # Of a whole function in float64 against central differences, relative to the derivative.
 TOLERANCE = 1e-5

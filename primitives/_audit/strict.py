@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from primitives._audit.nestings import InFloat64, difference, nested, nested_by_autograd, nestings, perturbed_sum
@@ -16,14 +18,7 @@ from primitives._core.trees.nodes import leaves_of_nodes, mapped_nodes
 from primitives.tracing._modules.lending import attributes_kept
 from primitives.tracing._torch_private import bottom
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from torch import Tensor
-
-    Errors = dict[str, float | Exception]
-
-__all__ = ["Call", "culprits", "errors_of"]
+Errors = dict[str, float | Exception]
 
 _log = logging.getLogger("primitives.audit")
 

@@ -5,32 +5,15 @@ from __future__ import annotations
 import csv
 import functools
 import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
+from torch._ops import OpOverload
 
 from primitives._core.decomposition import decomposition_table, decomposition_table_for_jvp
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from torch import Tensor
-    from torch._ops import OpOverload
-
-__all__ = [
-    "MAX_ORDER",
-    "RIGHT_SIDE",
-    "Verdict",
-    "forget_table",
-    "is_tabled",
-    "name_of",
-    "read_table",
-    "table_path",
-    "tabled_version",
-    "verdict_of",
-    "verdicts_of",
-]
 
 MAX_ORDER = 3
 # The end of a name where an operator has another derivative for such an input.

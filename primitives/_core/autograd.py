@@ -19,7 +19,8 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import namedtuple
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import _C
@@ -32,25 +33,11 @@ from primitives._core.contexts import run_as_written
 from primitives._core.dtypes import has_derivatives
 from primitives._core.errors import ShapeError
 from primitives._core.fast_path import FAST_PATH_CPU
+from primitives._core.rules import RuleTable
 from primitives._core.sequences import Lengths, flatten, regroup, tuple_getter, tuple_maker
+from primitives._core.spec import Residuals
 from primitives._core.statistics import refuse_cotangent, refused_tangent
 from primitives._core.subclasses import handled
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from primitives._core.rules import RuleTable
-    from primitives._core.spec import Residuals
-
-__all__ = [
-    "apply_linear",
-    "autograd_kernel",
-    "below_this_level",
-    "function_class",
-    "is_transforming",
-    "tangents_possible",
-    "unpack_dual",
-]
 
 
 def unpack_dual(value: Any) -> tuple[Any, Any]:

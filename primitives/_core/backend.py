@@ -8,18 +8,14 @@ from __future__ import annotations
 
 import importlib
 import os
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
 
 import torch
 
 from primitives._core.contexts import Decorates
 from primitives._core.errors import BackendError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from types import ModuleType
-
-__all__ = ["current_backend", "guard_on_backend", "trace_kernel", "triton_kernels_module", "use_backend"]
 
 BACKENDS = ("auto", "triton", "reference")
 ENVIRONMENT_VARIABLE = "PRIMITIVES_BACKEND"

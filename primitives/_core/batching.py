@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch._guards import detect_fake_mode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from primitives._core.sequences import flatten, regroup
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from torch import Tensor
-
-    from primitives._core.spec import Spec
-
-__all__ = ["BatchInfo", "legacy_vmap_kernel", "to_front", "vmap_by_loop"]
+from primitives._core.spec import Spec
 
 
 class BatchInfo(NamedTuple):

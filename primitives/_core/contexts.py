@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 from torch._C._dynamo import eval_frame  # type: ignore[attr-defined] - no stub
 from torch.utils._contextlib import context_decorator
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-__all__ = ["Decorates", "run_as_written"]
 
 _Function = TypeVar("_Function", bound="Callable[..., Any]")
 _NEVER = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)

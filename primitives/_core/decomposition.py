@@ -6,24 +6,12 @@ mode first (if that is the mode), then in the general one.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 from torch._ops import OpOverload, OpOverloadPacket
 
 from primitives._core.errors import MissingRuleError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-__all__ = [
-    "decomposition_table",
-    "decomposition_table_for_jvp",
-    "forget_decompositions",
-    "get_decomposition",
-    "overloads_of",
-    "register_decomposition",
-    "register_decomposition_for_jvp",
-]
 
 _Function = TypeVar("_Function", bound="Callable[..., Any]")
 

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    import torch
-
-__all__ = ["has_derivatives"]
+import torch
 
 
 def has_derivatives(dtype: torch.dtype) -> bool:

@@ -7,28 +7,7 @@ working when it moves here.
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-__all__ = [
-    "AxisError",
-    "BackendError",
-    "CommunicationError",
-    "DeviceError",
-    "DtypeError",
-    "LabelError",
-    "LeafError",
-    "MissingRuleError",
-    "MutationError",
-    "PrimitivesError",
-    "ShapeError",
-    "TraceError",
-    "TreeError",
-    "check_callable",
-    "remedy_noted",
-]
+from collections.abc import Iterator
 
 
 class PrimitivesError(Exception):

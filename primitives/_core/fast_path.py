@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
-from torch import _C
+from torch import _C, Tensor
 from torch._C import _functorch  # type: ignore[attr-defined] - no stub
+from torch._ops import OpOverload
 
 from primitives._core.sequences import tuple_getter
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from torch import Tensor
-    from torch._ops import OpOverload
-
-__all__ = ["FAST_PATH_CPU", "PLAIN_TYPES", "FastPathTensors", "are_unwatched", "fast_path_keys", "state_of_new_threads"]
 
 # The state of a plain eager call: nothing that changes where calls go, and these keys on its tensors.
 _INCLUDED, _EXCLUDED = _C._dispatch_tls_local_include_set, _C._dispatch_tls_local_exclude_set

@@ -26,7 +26,8 @@ import importlib.util
 import pathlib
 import sys
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch._functorch import config as functorch_config
@@ -35,13 +36,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTens
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from primitives._core import backend
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from primitives._core.rules import RuleTable
-
-__all__ = ["register_inductor_lowering", "register_inductor_write", "tracing_a_program"]
+from primitives._core.rules import RuleTable
 
 _KNOWN_TYPES = (torch.Tensor, torch.nn.Parameter, FakeTensor, FunctionalTensor)
 # The most elements along the last axis of the first argument with which a program gets the formula: on the CPU Inductor

@@ -6,8 +6,6 @@ import functools
 import types
 from typing import Any
 
-__all__ = ["publish", "published"]
-
 
 def published(value: Any, module: str) -> Any:
     """A class or function of the package, which tracebacks, reprs and pickles then name by the public module."""

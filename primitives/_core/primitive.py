@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import namedtuple
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import _C
@@ -18,11 +19,6 @@ from primitives._core.fast_path import FastPathTensors, fast_path_keys
 from primitives._core.inductor import register_inductor_lowering
 from primitives._core.rules import RuleTable
 from primitives._core.spec import NAMESPACE, Spec, library
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-__all__ = ["Primitive", "registered_primitives"]
 
 # Devices without kernels of their own run the reference.
 OTHER_DEVICES = ("MPS", "XPU", "HPU", "PrivateUse1")

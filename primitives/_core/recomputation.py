@@ -9,10 +9,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
-from torch import _C
+from torch import _C, Tensor
 from torch._C import _functorch  # type: ignore[attr-defined] - no stub
 from torch._functorch import eager_transforms
 from torch.autograd import forward_ad
@@ -20,14 +21,7 @@ from torch.autograd import forward_ad
 from primitives._core.autograd import function_class, unpack_dual
 from primitives._core.dtypes import has_derivatives
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from torch import Tensor
-
-    Tensors = tuple[Tensor, ...]
-
-__all__ = ["Batched", "Derived", "Pullback", "Pushforward", "Recomputable", "recomputed", "recorded_here"]
+Tensors = tuple[Tensor, ...]
 
 
 class Recomputable:

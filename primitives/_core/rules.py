@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import namedtuple
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -12,15 +13,7 @@ from primitives._core.contexts import run_as_written
 from primitives._core.decomposition import forget_decompositions, get_decomposition
 from primitives._core.errors import MissingRuleError
 from primitives._core.sequences import flatten, regroup, tuple_getter, tuple_maker
-from primitives._core.spec import ResidualLayout
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
-
-    from primitives._core.spec import Residuals, Spec
-
-__all__ = ["RuleTable"]
-
+from primitives._core.spec import ResidualLayout, Residuals, Spec
 
 _are_tensors = frozenset([torch.Tensor]).issuperset
 _is_view: Any = torch.Tensor._is_view

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import functools
 import operator
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-
-__all__ = ["Lengths", "flatten", "regroup", "tuple_getter", "tuple_maker"]
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 # Position among the entries, and length, of each list.
 Lengths = tuple[tuple[int, int], ...]

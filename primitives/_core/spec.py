@@ -5,18 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import namedtuple
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
+from torch._ops import OpOverload
 
 from primitives._core.sequences import flatten, regroup, tuple_getter, tuple_maker
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch._ops import OpOverload
-
-__all__ = ["NAMESPACE", "ResidualLayout", "Residuals", "Spec", "library"]
 
 NAMESPACE = "primitives"
 

@@ -7,18 +7,14 @@ in reverse mode from the backward pass, in forward mode from the first operation
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch._guards import detect_fake_mode
 from torch.utils._pytree import tree_leaves
 
 from primitives._core.errors import MissingRuleError
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-__all__ = ["refuse_cotangent", "refused_tangent"]
 
 
 def _message(op_name: str, output: str, mode: str) -> str:

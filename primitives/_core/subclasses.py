@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from primitives._core.rules import RuleTable
-
-__all__ = ["handle_with", "handled"]
+from primitives._core.rules import RuleTable
 
 _loaders: dict[str, Callable[[], Callable[[RuleTable, tuple], Any]]] = {}
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-__all__ = ["Prefix", "PyTree"]
+from torch import Tensor
 
 PyTree = TypeVar("PyTree")
 """A tensor, or a pytree of tensors: what comes out is of the type of what goes in."""

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from primitives._core.autograd import below_this_level, tangents_possible, unpack_dual
 from primitives._core.primitive import Primitive
 from primitives._core.sequences import tuple_getter
 from primitives._core.subclasses import handled
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from torch import Tensor
-
-__all__ = ["value_and_jvp"]
 
 
 def value_and_jvp(value: Primitive, jvp: Primitive) -> Primitive:

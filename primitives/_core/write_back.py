@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd import forward_ad
 
 from primitives._core.autograd import is_transforming
@@ -12,11 +13,6 @@ from primitives._core.errors import MutationError
 from primitives._core.fast_path import are_unwatched
 from primitives._core.inductor import register_inductor_write
 from primitives._core.spec import NAMESPACE, library
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-__all__ = ["count_up", "cumulative_weight", "write_back"]
 
 # Looked up once: this is asked at every call.
 _is_tracing = torch.compiler.is_dynamo_compiling

@@ -9,16 +9,11 @@ of the sum that any other result is. Axes are told apart by names; tensors have 
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
+from primitives._core.spec import Spec
 from primitives.ops.row_maps import ROW_MAPS
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from primitives._core.spec import Spec
-
-__all__ = ["FAMILIES", "Axes", "axes_of_call", "is_known"]
 
 _FULL = ("x", "y", "s", "residual", "output")
 _CHANNELS = ("weight", "bias", "mean", "rstd", "running_mean", "running_var")

@@ -11,28 +11,20 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from primitives._core import registered_primitives
-from primitives._core.spec import NAMESPACE
+from primitives._core.rules import RuleTable
+from primitives._core.spec import NAMESPACE, Spec
 from primitives._distributed._axes import Axes, axes_of_call
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
-    from torch.distributed.tensor import Placement
-
-    from primitives._core.rules import RuleTable
-    from primitives._core.spec import Spec
-
-__all__ = ["register"]
 
 # Those of operators whose results follow from their arguments alone.
 _NAMESPACES = (NAMESPACE, "primitives_composed")

@@ -21,21 +21,18 @@ derivatives themselves, and so orders above the first follow.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from primitives._core import Primitive
 from primitives._core.errors import CommunicationError
 from primitives.ops.norms.batch_norm_eval import batch_norm_eval_bwd_p, batch_norm_eval_jvp_p, batch_norm_eval_p
 from primitives.ops.norms.channels import contiguous_like, per_channel
 from primitives.ops.rules import accumulation_dtype, batch_all, fold_batch
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
 
 # Apart from operators that launch kernels of their own.
 NAMESPACE = "primitives_distributed"

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch._guards import detect_fake_mode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
@@ -14,11 +15,6 @@ from primitives._core.write_back import write_back
 from primitives._distributed._sync_batch_norm import received, sync_batch_norm_p
 from primitives.ops import arguments
 from primitives.ops.rules import accumulation_dtype, weight_beside
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-__all__ = ["sync_batch_norm"]
 
 # By module, what its processes have agreed on. A copy of a module begins anew.
 _agreements: weakref.WeakKeyDictionary[torch.nn.Module, tuple] = weakref.WeakKeyDictionary()

@@ -6,19 +6,15 @@ running statistics: below every transform, counted in the versions of tensor and
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch._C import _functorch  # type: ignore[attr-defined] - no stub
 
 from primitives._core.errors import MutationError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
-
-    from primitives.custom.trees.calls import Structure
+from primitives.custom.trees.calls import Structure
 
 
 def with_copies(structure: Structure, leaves: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any, Generic, Literal, ParamSpec, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, Literal, ParamSpec, TypeVar
 
 import torch
+from torch import Tensor
 
 from primitives._core.autograd import below_this_level
 from primitives._core.errors import MutationError
@@ -17,13 +19,6 @@ from primitives.custom._rules import Rules, operators
 from primitives.custom._user_rule import check_signature
 from primitives.custom.trees.calls import Signature
 from primitives.custom.trees.table import StructureTable
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from torch import Tensor
-
-__all__ = ["CustomOp", "custom_op"]
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from primitives._core.autograd import below_this_level, is_transforming, tangents_possible
+from primitives._core.batching import BatchInfo
 from primitives._core.dtypes import has_derivatives
 from primitives._core.errors import MissingRuleError, ShapeError, TreeError
 from primitives._core.rules import RuleTable
@@ -17,16 +20,8 @@ from primitives._core.trees.leaves import Partition
 from primitives._core.trees.overlay import spread
 from primitives.custom._mutation import shares_memory, with_copies, without_written
 from primitives.custom._user_rule import BackwardContext, UserRule, VmapInfo
-from primitives.custom.trees.calls import Results
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
-
-    from torch import Tensor
-
-    from primitives._core.batching import BatchInfo
-    from primitives.custom.trees.calls import Structure
-    from primitives.custom.trees.table import StructureTable
+from primitives.custom.trees.calls import Results, Structure
+from primitives.custom.trees.table import StructureTable
 
 SCHEMA = "(Tensor[] leaves, int structure) -> Tensor[] outputs"
 

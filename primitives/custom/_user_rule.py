@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import optree
 import torch
+from torch import Tensor
 
 from primitives._core.dtypes import has_derivatives
 from primitives._core.errors import LeafError
 from primitives._core.trees.leaves import Meta, check_like, is_like
 from primitives._core.trees.overlay import align, key_path
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from torch import Tensor
-
-    from primitives.custom.trees.calls import Signature, Structure
+from primitives.custom.trees.calls import Signature, Structure
 
 # Stands for a tensor where only the tree matters.
 _LEAF = object()

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, TypeVar
+from types import FunctionType
+from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 from torch._C._dynamo import eval_frame
 from torch._functorch.eager_transforms import _jvp_with_argnums, _vjp_with_argnums
 from torch.utils.checkpoint import get_device_states, set_device_states
@@ -22,12 +25,6 @@ from primitives._core.errors import (
     remedy_noted,
 )
 from primitives._core.trees.leaves import Partition
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from types import FunctionType
-
-    from torch import Tensor
 
 # In older releases, silently.
 _INFERENCE_GIVES_ZEROS = torch.__version__ < "2.13"

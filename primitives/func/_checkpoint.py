@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import _C
@@ -10,11 +11,6 @@ from torch.utils import checkpoint as torch_checkpoint
 
 from primitives._core.recomputation import recomputed
 from primitives.func._region import Region
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-__all__ = ["checkpoint"]
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
+from collections.abc import Callable
+from typing import Any, Literal, TypeVar, overload
 
 import torch
 
 from primitives._core.errors import TreeError
 from primitives._repair.switch import repaired_thread
 from primitives.func._calls import eager_after_break, jvp_of, primals_call
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-__all__ = ["hvp", "jvp"]
 
 _R = TypeVar("_R")
 _Aux = TypeVar("_Aux")

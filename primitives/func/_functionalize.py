@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, TypeVar, cast
 
 import optree
 import torch
+from torch import Tensor
 
+from primitives._core.typing import PyTree
 from primitives.func._calls import FlatCall, eager_after_break, named_like
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from torch import Tensor
-
-    from primitives._core.typing import PyTree
-
-__all__ = ["debug_unwrap", "functionalize", "rearrange"]
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")

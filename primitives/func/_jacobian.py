@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ParamSpec
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec
 
 import torch
+from torch import Tensor
 
 from primitives.func._calls import (
     FlatCall,
@@ -16,13 +18,6 @@ from primitives.func._calls import (
     vjp_of,
     wrap_argnums,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from torch import Tensor
-
-__all__ = ["hessian", "jacfwd", "jacrev"]
 
 _P = ParamSpec("_P")
 

@@ -10,20 +10,15 @@ transforms of `torch.func`: what they keep is differentiable from outside and ma
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from primitives._core.dtypes import has_derivatives
 from primitives.func._calls import eager_after_break, primals_call
 from primitives.tracing._memory import bottom
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from torch import Tensor
-
-__all__ = ["linearize"]
 
 _R = TypeVar("_R")
 

@@ -7,16 +7,11 @@ import dis
 import functools
 import inspect
 import types
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from torch import Tensor, nn
-
-__all__ = ["Reached"]
+from torch import Tensor, nn
 
 
 class _Place(NamedTuple):

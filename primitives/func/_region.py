@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
-from torch import _C
+from torch import _C, Tensor
 from torch._C import _functorch  # type: ignore[attr-defined] - no stub
 from torch.nn.modules.batchnorm import _NormBase
 from torch.overrides import TorchFunctionMode
@@ -25,14 +26,7 @@ from primitives.tracing._modules.lending import attributes_kept, is_lending, run
 from primitives.tracing._recompute import replaying_checkpoints, replays
 from primitives.tracing._torch_private import has_data_mutation, is_functional
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from torch import Tensor
-
-    Context = Callable[[], contextlib.AbstractContextManager]
-
-__all__ = ["Guard", "Region", "once"]
+Context = Callable[[], contextlib.AbstractContextManager]
 
 _write_back = torch.ops.primitives.write_back.default
 

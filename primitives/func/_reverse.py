@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ParamSpec
+from collections.abc import Callable
+from typing import Any, ParamSpec
 
 import torch
 
 from primitives.func._calls import FlatCall, eager_after_break, named_like, primals_call, wrap_argnums
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-__all__ = ["grad", "grad_and_value", "vjp"]
 
 _P = ParamSpec("_P")
 

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch import Tensor
 from torch._C import _functorch  # type: ignore[attr-defined] - no stub
 
 from primitives._core.errors import AxisError, LeafError, ShapeError, TreeError
+from primitives._core.trees.leaves import Partition
 from primitives._core.trees.overlay import spread
 from primitives.func._calls import FlatCall, check_vmap_options, eager_after_break, kind_of, named_like, rewinder
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from torch import Tensor
-
-    from primitives._core.trees.leaves import Partition
-
-__all__ = ["chunk_vmap", "vmap"]
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")

@@ -6,8 +6,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["Converted", "OfThisPackage", "namespace_of"]
-
 
 class OfThisPackage(torch.nn.Module):
     """The base of every module here: it says so in its `repr`, and is a leaf to `torch.fx`, as those of torch are."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 import torch
 from torch.nn.modules.lazy import LazyModuleMixin
@@ -14,13 +15,8 @@ from primitives.nn._base import Converted, OfThisPackage
 from primitives.nn._known import known_norm
 from primitives.nn._sync_batch_norm import SyncBatchNorm
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-    _Classes = type[torch.nn.Module] | Iterable[type[torch.nn.Module]]
-    _Change = type[torch.nn.Module] | Callable[..., Any]
-
-__all__ = ["convert", "convert_sync_batchnorm", "converted", "register_converter", "revert"]
+_Classes = type[torch.nn.Module] | Iterable[type[torch.nn.Module]]
+_Change = type[torch.nn.Module] | Callable[..., Any]
 
 _Model = TypeVar("_Model", bound=torch.nn.Module)
 

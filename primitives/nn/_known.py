@@ -11,23 +11,18 @@ import hashlib
 import inspect
 import re
 import textwrap
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from primitives import functional
 from primitives.nn._norms import batch_normed
 from primitives.ops.rules import LOW_PRECISION
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
-
-__all__ = ["known_norm"]
 
 _LIBRARIES = ("transformers", "timm", "diffusers")
 # Other subclasses of tensors run the class's own operations.

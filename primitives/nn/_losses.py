@@ -6,8 +6,6 @@ from torch import Tensor
 from primitives import functional
 from primitives.nn._base import OfThisPackage
 
-__all__ = ["CrossEntropyLoss", "NLLLoss"]
-
 
 class CrossEntropyLoss(OfThisPackage, torch.nn.CrossEntropyLoss):
     """`torch.nn.CrossEntropyLoss` on `primitives.functional.cross_entropy`.

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
 
 from primitives._core.errors import MutationError
 from primitives._core.write_back import count_up, cumulative_weight
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
-
-__all__ = ["batch_normed"]
 
 
 def batch_normed(function: Callable[..., Tensor], module: Any, input: Tensor) -> Tensor:

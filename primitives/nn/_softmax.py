@@ -7,8 +7,6 @@ from primitives import functional
 from primitives._core.errors import ShapeError
 from primitives.nn._base import OfThisPackage, namespace_of
 
-__all__ = ["LogSoftmax", "Softmax", "Softmax2d", "Softmin"]
-
 
 class _OverAxis(OfThisPackage):
     def __init__(self, dim: int | None = None, *, namespace: str = "") -> None:

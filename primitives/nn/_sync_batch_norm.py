@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from primitives import functional
 from primitives._core.errors import ShapeError
 from primitives._distributed import sync_batch_norm
 from primitives.nn._base import OfThisPackage
 from primitives.nn._norms import batch_normed
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-__all__ = ["SyncBatchNorm"]
 
 
 # Not a subclass of torch's, which DistributedDataParallel refuses on the CPU.

@@ -13,19 +13,17 @@ differentiate the references of these.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+from torch import Tensor
 
 from primitives._core import Primitive, value_and_jvp
 from primitives.ops.rules import accumulation_dtype, batch_all, bind_kernels, called, define, empty_output, second_order
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
-
-    # Of contiguous tensors in the dtype of sums, and of the options.
-    Formula = Callable[..., Tensor]
+# Of contiguous tensors in the dtype of sums, and of the options.
+Formula = Callable[..., Tensor]
 
 
 # The maps that were made, whose calls may be cut along every axis but `dim`.

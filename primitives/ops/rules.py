@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Callable, Sequence
 from itertools import compress
 from operator import attrgetter
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from primitives._core import BatchInfo, Primitive, to_front, triton_kernels_module
 from primitives._core.sequences import tuple_getter
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from types import ModuleType
-
-    from torch import Tensor
-
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 

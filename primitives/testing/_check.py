@@ -7,7 +7,8 @@ import dataclasses
 import functools
 import unittest
 import warnings
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -18,11 +19,8 @@ from primitives.testing._compare import MismatchError, NotApplicableError, Recor
 from primitives.testing._report import FAILED, NOT_APPLICABLE, OK, Report, Row, RuleError
 from primitives.testing._subject import Subject
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    Property = Callable[[Subject, Record], None]
-    Devices = str | torch.device | Sequence[str | torch.device] | None
+Property = Callable[[Subject, Record], None]
+Devices = str | torch.device | Sequence[str | torch.device] | None
 
 _PROPERTIES: dict[str, Property] = {
     "reference against kernel": _values.reference_against_kernel,

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
+from torch import Tensor
 
 from primitives._core.dtypes import has_derivatives
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
-    from torch import Tensor
 
 # Allowed error in units in the last place of the largest expected element (or of 1). In low precision a few roundings
 # of intermediate values, in float32 and float64 the rounding of sums.

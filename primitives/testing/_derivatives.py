@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 from torch.autograd import forward_ad
 
 from primitives._core.backend import current_backend, use_backend
@@ -25,15 +26,9 @@ from primitives.testing._compare import (
     largest,
     widened,
 )
+from primitives.testing._subject import Subject
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from torch import Tensor
-
-    from primitives.testing._subject import Subject
-
-    Function = Callable[..., tuple[Tensor, ...]]
+Function = Callable[..., tuple[Tensor, ...]]
 
 # A derivative passes through more roundings than a value: its tolerance is this many times that of a value.
 DERIVATIVE_FACTOR = 2.0

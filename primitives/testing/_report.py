@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import html
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Sequence
+from typing import Any, Literal
 
 from primitives._core.errors import PrimitivesError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 OK, FAILED, NOT_APPLICABLE = "ok", "failed", "not applicable"
 NOTE_WIDTH = 60

@@ -8,18 +8,15 @@ import dataclasses
 import inspect
 import pickle
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from primitives._core.dtypes import has_derivatives
 from primitives._core.primitive import Primitive
 from primitives.custom import CustomOp
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from primitives.testing._subject import Subject
+from primitives.testing._subject import Subject
 
 # Tensors up to this size are written out.
 MAX_WRITTEN = 8

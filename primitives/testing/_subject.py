@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
 
 import optree
 import torch
+from torch import Tensor
 
 from primitives._core.dtypes import has_derivatives
 from primitives._core.errors import MissingRuleError
@@ -17,11 +19,6 @@ from primitives._core.trees.leaves import Partition
 from primitives._core.trees.overlay import key_path
 from primitives.custom import CustomOp
 from primitives.testing._compare import clone, widened
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from torch import Tensor
 
 # Other values for an argument that is a number: the first is used that is accepted and makes a difference.
 CHANGES: dict[type, tuple[Callable, ...]] = {

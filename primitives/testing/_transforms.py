@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import optree
 import torch
+from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 from primitives._core.dtypes import has_derivatives
@@ -24,15 +26,9 @@ from primitives.testing._compare import (
     largest,
 )
 from primitives.testing._derivatives import FORWARD, REVERSE, Mode, alone_and_together, modes, pullback
+from primitives.testing._subject import Subject
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from torch import Tensor
-
-    from primitives.testing._subject import Subject
-
-    Function = Callable[..., tuple[Tensor, ...]]
+Function = Callable[..., tuple[Tensor, ...]]
 
 BATCH = 3
 UNTRACED, TRACED = ("test_schema", "test_autograd_registration", "test_faketensor"), "test_aot_dispatch_dynamic"

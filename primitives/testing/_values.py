@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from primitives._core.backend import current_backend
 from primitives._core.dtypes import has_derivatives
@@ -21,13 +23,7 @@ from primitives.testing._compare import (
     contiguous,
 )
 from primitives.testing._derivatives import REVERSE, against_differences, modes, require
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from torch import Tensor
-
-    from primitives.testing._subject import Subject
+from primitives.testing._subject import Subject
 
 NUM_RUNS = 3
 

@@ -9,18 +9,14 @@ import pathlib
 import sys
 import sysconfig
 import traceback
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import optree
 import torch
 
 from primitives._core.errors import MutationError, TraceError
 from primitives.tracing import _torch_private as torch_private
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
-__all__ = ["current_line", "current_stack", "errors_in_trace", "typed_errors", "values_needed"]
 
 # Words of torch where a graph is recorded, or tensors have no memory, and a value is asked for.
 _NO_VALUES = (

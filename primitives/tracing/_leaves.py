@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Container, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import optree
 import torch
+from torch import Tensor
 
 from primitives._core.errors import DeviceError, DtypeError, LeafError, ShapeError
 from primitives._core.trees.overlay import align, key_path
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Mapping, Sequence
-
-    from torch import Tensor
-
-__all__ = ["Leaves", "like", "refuse_opaque"]
 
 
 class Leaves(NamedTuple):

@@ -8,11 +8,12 @@ import dataclasses
 import functools
 import sys
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 from unittest import mock
 
 import torch
-from torch import _C, _decomp, _ops, fx, nn, overrides
+from torch import _C, Tensor, _decomp, _ops, fx, nn, overrides
 from torch._C import _functorch  # type: ignore[attr-defined] - no stub
 from torch._functorch import config as functorch_config
 from torch._functorch import pyfunctorch
@@ -24,11 +25,6 @@ from torch.nn.utils import stateless
 from torch.utils import _python_dispatch, _pytree
 
 from primitives._core import registered_primitives
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from torch import Tensor
 
 get_decompositions = _decomp.get_decompositions
 TorchDispatchMode = _python_dispatch.TorchDispatchMode

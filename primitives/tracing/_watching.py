@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any
 from unittest import mock
 
 import torch
+from torch import fx
 from torch.overrides import TorchFunctionMode
 
 from primitives._core.errors import LeafError, MutationError, TraceError
@@ -15,13 +17,6 @@ from primitives.tracing import _torch_private as torch_private
 from primitives.tracing._errors import current_line, current_stack, values_needed
 from primitives.tracing._random.operations import arguments_of, draws_nothing, is_random
 from primitives.tracing._recompute import replaying_checkpoints
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from torch import fx
-
-__all__ = ["Recorder", "UserCalls", "constant_written", "written_by"]
 
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined] - a getset descriptor
 # They hand values to Python without an operation that anything below sees.

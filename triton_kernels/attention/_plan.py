@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+
+import torch
 
 from ..runtime.arithmetic import MIN_MATMUL, next_power_of_2
 from ..runtime.candidates import attention_candidates
-from ..runtime.chips import chip_of
+from ..runtime.chips import Chip, chip_of
 from ..runtime.limits import limits_of
 from ..runtime.planned import planned
-
-if TYPE_CHECKING:
-    import torch
-
-    from ..runtime.chips import Chip
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,11 @@ are None are zero. All launchers return None for widths above 256, of float64 ab
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..runtime.arithmetic import MIN_MATMUL, cdiv, next_power_of_2
 from ..runtime.numbers import TL_DTYPES, accumulation_dtype
@@ -19,11 +21,6 @@ from ..tuning import tunable
 from ._first_kernels import attention_fwd_kernel, attention_jvp_kernel
 from ._plan import plan_attention
 from ._second_kernels import attention_keys_kernel, attention_rows_kernel
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from torch import Tensor
 
 __all__ = ["attention_bwd", "attention_double_backward", "attention_fwd", "attention_jvp"]
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+from torch import Tensor
 
 from ._channels import output_format, readable
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class Operands(NamedTuple):

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+
+import torch
 
 from ..runtime.arithmetic import ACCESS_BYTES, CACHE_LINE_BYTES, MAX_CHANNEL_SPLITS, cdiv, next_power_of_2, row_warps
 from ..runtime.candidates import channel_candidates, warp_candidates
 from ..runtime.chips import Chip, chip_of
 from ..runtime.limits import limits_of
 from ..runtime.planned import planned
-
-if TYPE_CHECKING:
-    import torch
 
 # Adjacent tiles of a program of a transform, where there are many. The programs that run at once then hold less of a
 # large tensor than the cache does, and start on its end, which the reduction has left there: 1056 programs on 132

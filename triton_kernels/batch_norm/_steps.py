@@ -5,9 +5,11 @@ Each takes tensors of any layout, and allocates, plans and launches for itself.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from ..runtime.arithmetic import cdiv
 from ..runtime.numbers import TL_DTYPES, accumulation_dtype, float64_bits
@@ -18,11 +20,6 @@ from ._operands import Operands, Params, Relu, Results
 from ._plan import ChannelPlan, plan_channel_merge, plan_channel_sums, plan_channel_transform
 from ._sums import batch_norm_sums_kernel
 from ._transform import batch_norm_transform_kernel
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
 
 # Rows of the means (see `batch_norm_merge_kernel`).
 _NUM_MEANS = 6

@@ -24,17 +24,14 @@ a difference of means: two operands whose means are both large against their spr
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+
+from torch import Tensor
 
 from ..runtime.numbers import accumulation_dtype
 from ..tuning import tunable
 from ._operands import Operands, Params, Relu, Results
 from ._steps import derivatives, forward
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
 
 __all__ = [
     "batch_norm_bwd_jvp",

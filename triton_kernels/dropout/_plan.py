@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+import torch
 
 from ..runtime.arithmetic import CACHE_LINE_BYTES, PHILOX_WORDS, next_power_of_2, row_warps
 from ..runtime.candidates import philox_candidates
 from ..runtime.chips import Chip, chip_of
 from ..runtime.limits import limits_of
 from ..runtime.planned import planned
-
-if TYPE_CHECKING:
-    import torch
 
 
 @dataclass(frozen=True)

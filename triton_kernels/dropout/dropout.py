@@ -6,9 +6,11 @@ The noise is drawn inside the kernel, from seed, offset and the place of an elem
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from ..runtime.arithmetic import cdiv
 from ..runtime.numbers import TL_DTYPES, accumulation_dtype, noise_numbers
@@ -16,11 +18,6 @@ from ..runtime.views import device_guard, per_stream
 from ..tuning import tunable
 from ._dropout_kernels import dropout_kernel
 from ._plan import plan_dropout
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
 
 __all__ = ["dropout_fwd"]
 

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+
+from torch import Tensor
 
 from ..runtime.arithmetic import cdiv
 from ..runtime.philox_steps import philox_kernel
 from ..runtime.views import device_guard, per_stream
 from ..tuning import tunable
 from ._plan import plan_philox
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
 
 __all__ = ["philox_words"]
 

@@ -20,7 +20,8 @@ vjp. Numbers of a row come behind the label: keep, and share where it is not zer
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -28,9 +29,6 @@ import triton.language as tl
 from ..rows.template import row_kernel
 from ..rows.tiles import exponential, in_places, nothing, sums_of
 from ..softmax._log_softmax_kernels import fold_exponentials, merged_exponentials
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 # Sums: x, probabilities, x_dot and the tangent of the probabilities. The places are the maximum; relative to it the sum
 # of exponentials, and that of x_dot weighted with them; the sums of t * x, of t * x_dot + t_dot * x, of the

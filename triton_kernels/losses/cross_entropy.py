@@ -6,20 +6,17 @@ the vjp and its jvp. Every launcher views its tensors as those of log-softmax do
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..rows.launch import RowSums
 from ..rows.maps import launch_map
 from ..runtime.numbers import accumulation_dtype
 from ..tuning import tunable
 from ._cross_entropy_kernels import cross_entropy_gradient_kernel, cross_entropy_sums_kernel
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from torch import Tensor
 
 __all__ = [
     "cross_entropy_bwd",

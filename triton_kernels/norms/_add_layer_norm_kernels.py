@@ -13,7 +13,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 import triton
@@ -35,9 +36,6 @@ from ._layer_norm_steps import (
     jvp_emit,
     jvp_terms,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 
 @triton.jit

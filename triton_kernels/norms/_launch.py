@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+from torch import Tensor
 
 from ..rows.launch import (
     NO_SUMS,
     Operands,
+    Param,
     ParamLayout,
     RowSums,
     add_partial_rows,
@@ -18,23 +22,16 @@ from ..rows.launch import (
     sums_scratch,
 )
 from ..rows.map_plan import plan_log_softmax
+from ..rows.plan import RowPlan
 from ..rows.view import channels_last_views, row_view
+from ..runtime.kernel import Kernel
 from ..runtime.numbers import accumulation_dtype, noise_numbers
 from ..runtime.views import device_guard, param_view, per_stream
 from ._plan import LAYER_NORM_MAX_SEGMENTS, plan_layer_norm_params, plan_layer_norm_rows
 from ._second_plan import plan_layer_norm_second_rows
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from torch import Tensor
-
-    from ..rows.launch import Param
-    from ..rows.plan import RowPlan
-    from ..runtime.kernel import Kernel
-
-    # Tensors by name, None where one is absent.
-    Tensors = Mapping[str, Tensor | None]
+# Tensors by name, None where one is absent.
+Tensors = Mapping[str, Tensor | None]
 
 
 class Norm(NamedTuple):

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
 from ..rows.template import row_kernel, row_sums_kernel
 from . import _layer_norm_steps as steps
 from ._launch import Backward
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 # How a row is summed up in the forward, by whether it is centered.
 FORWARD_SUMS = {

@@ -30,7 +30,8 @@ RMS norm has all this without the mean, the first, third and fifth sum, and the 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -38,9 +39,6 @@ import triton.language as tl
 from ..rows.template import row_kernel, row_sums_kernel
 from ..rows.tiles import add_tiles, nothing, sums_of
 from ._layer_norm_steps import project, with_param_dots, x_hat_of
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 
 @triton.jit

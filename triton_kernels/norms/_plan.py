@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import torch
 
 from ..rows.plan import RowPlan, SumPlan, loop_stages, resident_programs, sum_splits, sweep_plan
 from ..runtime.arithmetic import MAX_TILE_ROWS, cdiv, next_power_of_2, register_values, row_warps, tile_rows
@@ -10,10 +10,6 @@ from ..runtime.candidates import row_candidates, sum_candidates
 from ..runtime.chips import Chip, chip_of
 from ..runtime.limits import limits_of
 from ..runtime.planned import planned
-
-if TYPE_CHECKING:
-    import torch
-
 
 # Rows that the limits of plans count; of more, of which some are mixed into one, fewer columns fit.
 MOST_HELD = 2

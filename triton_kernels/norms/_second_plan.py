@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import torch
 
 from ..rows.plan import RowPlan, SumPlan, loop_stages, resident_programs, sum_splits
 from ..runtime.arithmetic import ACCESS_BYTES, cdiv, next_power_of_2, register_values, row_splits, row_warps, tile_rows
@@ -10,9 +10,6 @@ from ..runtime.candidates import row_candidates, sum_candidates
 from ..runtime.chips import Chip, chip_of
 from ..runtime.limits import limits_of
 from ..runtime.planned import planned
-
-if TYPE_CHECKING:
-    import torch
 
 # Rows whose sums do not fit in registers beside them take two passes over their operands: one kernel holds whole rows
 # for the row outputs, another one reads the operands again and owns columns, so that few accumulators stay in registers

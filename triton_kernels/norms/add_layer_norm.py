@@ -5,18 +5,15 @@ The noise is drawn inside the kernels, as by `dropout`, and never stored; nothin
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
 
 from ..rows.tiles import ParamLayout
 from ..tuning import tunable
 from ._add_layer_norm_kernels import BACKWARD, FORWARD, JVP
 from ._launch import Norm, backward, forward, jvp
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    import torch
-    from torch import Tensor
 
 _PER_COLUMN = ParamLayout.PER_COLUMN
 __all__ = ["add_layer_norm_bwd", "add_layer_norm_fwd", "add_layer_norm_fwd_jvp", "add_layer_norm_jvp"]

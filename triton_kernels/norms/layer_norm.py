@@ -11,17 +11,15 @@ group norm the cotangents of parameters are sums of planes, one of each channel 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
 
 from ..rows.tiles import ParamLayout
 from ..tuning import tunable
 from ._launch import Norm, backward, forward, jvp
 from ._layer_norm_kernels import BACKWARD, FORWARD, JVP
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
 
 __all__ = ["layer_norm_bwd", "layer_norm_fwd", "layer_norm_fwd_jvp", "layer_norm_jvp"]
 

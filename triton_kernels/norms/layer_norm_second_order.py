@@ -7,22 +7,17 @@ inputs of the forward; `_layer_norm_second_kernels` has the formulas of both, wh
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Mapping, Sequence
 
-from ..rows.launch import NO_SUMS, RowSums, launch_row_sums, launch_rows, num_row_parts, sums_scratch
+from torch import Tensor
+
+from ..rows.launch import NO_SUMS, Operands, RowSums, launch_row_sums, launch_rows, num_row_parts, sums_scratch
 from ..rows.tiles import ParamLayout
 from ..runtime.views import device_guard
 from ..tuning import tunable
 from ._launch import Norm, Planes
 from ._layer_norm_second_kernels import ROWS, SUMS, layer_norm_second_planes_kernel
 from ._second_plan import plan_layer_norm_second_rows, plan_layer_norm_second_sums
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
-
-    from torch import Tensor
-
-    from ..rows.launch import Operands
 
 __all__ = ["layer_norm_bwd_jvp", "layer_norm_double_backward"]
 

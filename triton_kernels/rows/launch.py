@@ -7,30 +7,25 @@ parameter. All outputs of full size share the strides `out_*_stride`.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from ..runtime.arithmetic import ACCESS_BYTES, block_row_splits, cdiv
 from ..runtime.chips import chip_of
+from ..runtime.kernel import Kernel
 from ..runtime.numbers import TL_DTYPES
 from ..runtime.views import split_scratch
-from .plan import plan_param_reduce, row_options
+from .plan import RowPlan, SumPlan, plan_param_reduce, row_options
 from .sums import add_partial_rows_kernel
 from .tiles import ParamLayout
+from .view import RowView
 
-if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
-
-    from torch import Tensor
-
-    from ..runtime.kernel import Kernel
-    from .plan import RowPlan, SumPlan
-    from .view import RowView
-
-    # A parameter, and the distance of two segments in it.
-    Param = tuple[Tensor | None, int]
+# A parameter, and the distance of two segments in it.
+Param = tuple[Tensor | None, int]
 
 
 class Operands(NamedTuple):

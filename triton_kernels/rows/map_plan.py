@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import torch
 
 from ..runtime.arithmetic import (
     ACCESS_BYTES,
@@ -17,15 +17,9 @@ from ..runtime.arithmetic import (
 )
 from ..runtime.candidates import row_candidates
 from ..runtime.chips import Chip, chip_of
-from ..runtime.limits import limits_of
+from ..runtime.limits import Limits, limits_of
 from ..runtime.planned import planned
 from .plan import RowPlan, cached_stages, loop_stages, sweep_plan
-
-if TYPE_CHECKING:
-    import torch
-
-    from ..runtime.limits import Limits
-
 
 # Of programs that only sum rows.
 _SUM_THREADS = 128

@@ -19,10 +19,12 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from ..runtime.kernel import Kernel
 from ..runtime.numbers import accumulation_dtype, float64_bits
@@ -32,11 +34,6 @@ from .launch import Operands, RowSums, launch_rows
 from .map_plan import plan_log_softmax
 from .template import row_kernel
 from .view import reduction_view
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
-
-    from torch import Tensor
 
 
 class Part(NamedTuple):

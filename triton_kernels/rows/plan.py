@@ -13,7 +13,8 @@ All plan functions of rows take
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+import torch
 
 from ..runtime.arithmetic import (
     ACCESS_BYTES,
@@ -28,9 +29,6 @@ from ..runtime.candidates import warp_candidates
 from ..runtime.chips import Chip, chip_of
 from ..runtime.limits import limits_of
 from ..runtime.planned import planned
-
-if TYPE_CHECKING:
-    import torch
 
 # The most that a thread of NVIDIA can have, and the least that a program of 1,024 threads leaves each.
 _MAX_REGISTERS = 255

@@ -10,19 +10,15 @@ from __future__ import annotations
 
 import linecache
 import zlib
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import triton.language as tl
 
-from ..runtime.kernel import batch_independent_jit, stride_independent_jit
+from ..runtime.kernel import Kernel, batch_independent_jit, stride_independent_jit
 from .kernel import row_op, row_slice
 from .sums import row_sums_op
 from .tiles import aligned
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from ..runtime.kernel import Kernel
 
 _CONSTANTS = ("num_cols", "DTYPE", "AXES", "ALIGN", "BLOCK_ROWS", "BLOCK_COLS", "STAGES", "NUM", "SUM_MASK")
 _OF_ROWS = (

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor
 
 from ..runtime.arithmetic import ACCESS_BYTES
 from ..runtime.views import collapsed_stride
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
 
 # The longest vector load in elements that any dtype needs.
 _MAX_ALIGN = 16

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from .chips import Chip
 from .limits import limits_of
-
-if TYPE_CHECKING:
-    from .chips import Chip
 
 # Triton refuses tensors of more elements than this per block.
 MAX_BLOCK_ELEMENTS = 1 << 20

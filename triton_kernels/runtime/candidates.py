@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .arithmetic import MAX_BLOCK_ELEMENTS, MAX_TILE_ROWS, MIN_MATMUL, PHILOX_WORDS, cdiv, next_power_of_2
-from .chips import chip_of
+from .chips import Chip, chip_of
 from .limits import limits_of
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
-    from .chips import Chip
 
 # While a step of a loop is reduced, n stages have n - 2 whole steps under way on NVIDIA, whose loops issue their copies
 # behind the reductions and wait at the top for all but the newest: two stages fetch nothing ahead. On AMD it is n - 1.

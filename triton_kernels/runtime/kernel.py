@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import inspect
 import threading
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -17,11 +18,6 @@ from triton import knobs
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
 from triton.runtime.interpreter import InterpretedFunction
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-
-__all__ = ["INTERPRETED", "Kernel", "UntraceableLaunchError", "intercept", "is_tracing", "observe", "tracing"]
 
 
 @triton.jit

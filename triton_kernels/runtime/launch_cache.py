@@ -9,24 +9,19 @@ from __future__ import annotations
 
 import functools
 import operator
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime import driver
 
 from .arithmetic import CACHE_LINE_BYTES, cdiv
-from .kernel import INTERPRETED, MAX_INT32, are_launches_seen, recording
+from .kernel import INTERPRETED, MAX_INT32, DirectLaunch, are_launches_seen, recording
 from .planned import plan_changes, remembered
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from torch import Tensor
-
-    from .kernel import DirectLaunch
-
-    Launcher = TypeVar("Launcher", bound=Callable[..., Any])
+Launcher = TypeVar("Launcher", bound=Callable[..., Any])
 
 # Sequences may have any length, and every one of them needs a recipe; beyond this many, a launcher's are forgotten.
 MAX_RECIPES = 1024

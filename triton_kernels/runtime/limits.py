@@ -7,16 +7,11 @@ file of every supported NVIDIA chip is 256 KiB per processor; a number that diff
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
-from .chips import CHIPS
+from .chips import CHIPS, Chip
 from .planned import forget_plans
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from .chips import Chip
 
 
 @dataclass(frozen=True)

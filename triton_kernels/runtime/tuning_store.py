@@ -8,16 +8,12 @@ import os
 import tempfile
 import threading
 import warnings
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from .planned import forget_plans
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from .planned import Request
+from .planned import Request, forget_plans
 
 # A file of another layout is not read.
 FORMAT = 1

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from .arithmetic import CACHE_LINE_BYTES
 from .kernel import is_tracing
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
 
 # Elements of a cache line, of 4 bytes.
 LINE_ELEMENTS = CACHE_LINE_BYTES // 4

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
+from torch import Tensor
 
 from ..rows.launch import RowSums
 from ..rows.maps import launch_map, scale_bits
 from ..runtime.numbers import TL_DTYPES
 from ._log_softmax_kernels import FORWARD, LOGARITHM, MASKED, SHARE
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 def forward_of(

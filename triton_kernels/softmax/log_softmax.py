@@ -6,16 +6,13 @@ dims where the reduced dim comes last, and the dims inside it where it does not.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import torch
+from torch import Tensor
 
 from ..rows.maps import Part, RowMapKernels
 from ..tuning import tunable
 from . import _log_softmax_kernels
 from ._forward import forward_of
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
 
 __all__ = [
     "log_softmax_bwd",

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import torch
+from torch import Tensor
 
 from ..rows.maps import Part, RowMapKernels
 from ..tuning import tunable
 from . import _softmax_kernels
 from ._forward import forward_of
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
 
 __all__ = ["softmax_bwd", "softmax_bwd_jvp", "softmax_double_backward", "softmax_fwd", "softmax_fwd_jvp", "softmax_jvp"]
 

@@ -6,21 +6,16 @@ making of errors is code that Dynamo traces.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, cast
 
 import optree
 import torch
+from torch import Tensor
 
 from primitives._core.dtypes import has_derivatives
 from primitives._core.errors import DeviceError, DtypeError, LeafError, ShapeError
 from primitives._core.trees.overlay import align, is_leafless, key_path, spread, tracing_predicate
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-
-    from torch import Tensor
-
-__all__ = ["Meta", "Partition", "check_like", "is_like", "map_tensors", "require_dense"]
 
 
 class Partition:

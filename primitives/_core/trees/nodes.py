@@ -5,16 +5,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import types
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import optree
 import torch
 from torch.utils import _pytree as torch_pytree
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-__all__ = ["ARGUMENTS", "RESULTS", "flattened", "leaves_of_nodes", "mapped_nodes", "registered"]
 
 # Namespaces in which nodes of torch and dataclasses are nodes, too; among results, all objects that hold tensors.
 ARGUMENTS, RESULTS = "primitives.arguments", "primitives.results"

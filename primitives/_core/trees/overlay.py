@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable
+from typing import Any, cast
 
 import optree
 import torch
 from optree.utils import total_order_sorted
 
 from primitives._core.errors import TreeError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-__all__ = ["align", "is_leafless", "key_path", "spread", "tracing_predicate"]
 
 
 def align(function: str, name: str, tree: Any, like_name: str, like: Any, options: dict[str, Any]) -> list[Any]:

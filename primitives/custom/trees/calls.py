@@ -8,17 +8,15 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections import namedtuple
+from collections.abc import Callable, Sequence
 from itertools import accumulate, islice
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import optree
 
 from primitives._core.errors import TreeError
 from primitives._core.sequences import tuple_maker
 from primitives._core.trees.overlay import key_path
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

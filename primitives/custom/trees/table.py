@@ -6,16 +6,14 @@ import dataclasses
 import hashlib
 import threading
 import warnings
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import optree
 import torch
+from torch import Tensor
 
 from primitives._core.errors import LeafError, TreeError
 from primitives.custom.trees.calls import Signature, Structure
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 # A static argument that changes with every call makes a structure, and a compiled graph, for every call.
 MANY_STRUCTURES = 1000

@@ -30,22 +30,17 @@ References:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from primitives._core import Primitive
 from primitives.ops.attention.blocks import in_blocks
 from primitives.ops.attention.cpu_attention import flash, flash_bwd
 from primitives.ops.attention.rows import Problem, Rows, flipped, noised
 from primitives.ops.rules import accumulation_dtype, batch_all, bind_kernels, empty_output, first_order
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
-
-__all__ = ["attention_bwd_p", "attention_jvp_p", "attention_p"]
 
 # The arguments that say what attends to what, and what no derivative reaches.
 OPTIONS = "Tensor? mask, Tensor? seed, Tensor? offset, float scale, bool causal, float dropout_p"

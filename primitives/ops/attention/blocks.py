@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from primitives._core.recomputation import Recomputable, recomputed
 from primitives.ops.attention.rows import OF_KEYS, PAIRS, STREAMS, TENSORS, Problem, Rows, row_major
 from primitives.ops.dropout.words import WORDS_PER_BLOCK
 from primitives.ops.rules import empty_output
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from torch import Tensor
-
-__all__ = ["in_blocks"]
 
 # Bytes of one temporary [rows, keys]: a handful of them stays in a processor's last cache.
 BLOCK_BYTES = 2 << 20

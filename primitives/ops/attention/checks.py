@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import numbers
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from primitives._core.errors import DeviceError, DtypeError, ShapeError
 from primitives._core.trees.leaves import require_dense
 from primitives.ops.arguments import floating, probability
 from primitives.ops.dropout.words import MAX_SEED
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
-
-__all__ = ["attention", "flag", "is_causal_bias", "options", "stream"]
 
 MIN_DIM = 2
 

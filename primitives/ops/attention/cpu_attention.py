@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from primitives.ops.attention.rows import as_row_major
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from primitives.ops.attention.rows import Problem
-
-__all__ = ["flash", "flash_bwd", "has_lost_sums", "sees_no_key"]
+from primitives.ops.attention.rows import Problem, as_row_major
 
 # Of lse, relative to the precision of its dtype: P = exp(S - lse) is off by half as much.
 LARGEST_LSE = 2.0**-11

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import Any, Literal, overload
 
 import torch
+from torch import Tensor
 from torch.nn import functional as of_torch
 
 from primitives._core.trees.leaves import map_tensors
+from primitives._core.typing import Prefix, PyTree
 from primitives._repair.nodes import recorded
 from primitives._repair.plain import is_plain_on_cpu
 from primitives.ops.attention import checks
 from primitives.ops.attention.attention import attention_p
 from primitives.ops.dropout.words import MAX_SEED
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from primitives._core.typing import Prefix, PyTree
-
-__all__ = ["attention", "attention_of_tensors", "scaled_dot_product_attention"]
 
 MIN_AXES = 3
 # Axes of what torch's fused kernel for the CPU takes.

@@ -9,29 +9,13 @@ repeated. Keys come multiplied by the scale.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from primitives.ops.dropout.words import WORDS_PER_BLOCK, draw_words
 from primitives.ops.rules import accumulation_dtype
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-__all__ = [
-    "OF_KEYS",
-    "OF_ROWS",
-    "PAIRS",
-    "STREAMS",
-    "TENSORS",
-    "Problem",
-    "Rows",
-    "as_row_major",
-    "flipped",
-    "noised",
-    "row_major",
-]
 
 
 class Problem(NamedTuple):

@@ -26,9 +26,11 @@ references, whose blocks of rows are recomputed: memory grows with the number of
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from primitives._core import Primitive
 from primitives.ops.attention.attention import (
@@ -47,13 +49,6 @@ from primitives.ops.attention.attention import (
 from primitives.ops.attention.blocks import in_blocks
 from primitives.ops.attention.rows import Problem, Rows, flipped, noised
 from primitives.ops.rules import batch_all, bind_kernels, called, empty_output, second_order
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from torch import Tensor
-
-__all__ = ["attention_double_backward_p"]
 
 attention_double_backward_p = Primitive(
     "attention_double_backward",

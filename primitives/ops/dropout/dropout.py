@@ -20,22 +20,17 @@ NaN where it is dropped.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from primitives._core import Primitive
 from primitives._core.trees.leaves import map_tensors
+from primitives._core.typing import PyTree
 from primitives.ops import arguments
 from primitives.ops.dropout.words import MAX_SEED, draw_words
 from primitives.ops.rules import accumulation_dtype, batch_all, bind_kernels
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from primitives._core.typing import PyTree
-
-__all__ = ["dropout", "dropout_p"]
 
 dropout_p = Primitive(
     "dropout",

@@ -11,18 +11,14 @@ Shapes: seed and offset are [*batch], int64; words are [*batch, *size], int64 in
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
 
 from primitives._core import Primitive, triton_kernels_module
 from primitives.ops.dropout.words import draw_words
 from primitives.ops.rules import fold_batch
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
-
-__all__ = ["philox_p"]
 
 philox_p = Primitive(
     "philox",

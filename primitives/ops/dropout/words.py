@@ -18,14 +18,10 @@ References:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import torch
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
+from torch import Tensor
 
 # Seeds are drawn below this: all that torch.randint can draw from.
 MAX_SEED = 2**63 - 1

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
+from torch import Tensor
 
 from primitives._core.errors import DeviceError, DtypeError, ShapeError
 from primitives._core.trees.leaves import require_dense
 from primitives.ops.arguments import LOW_PRECISION, floating, number, probability
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 REDUCTIONS = ("none", "mean", "sum")
 _MATRIX = 2

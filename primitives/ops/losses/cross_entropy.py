@@ -21,15 +21,13 @@ float64 x, in which all sums are taken.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from primitives._core import LabelError, Primitive, value_and_jvp
 from primitives.ops.rules import accumulation_dtype, batch_all, bind_kernels, define, empty_output, first_order
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 cross_entropy_p = Primitive(
     "cross_entropy",

@@ -20,7 +20,9 @@ Third and higher orders, and the jvp of a jvp, differentiate the references.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch import Tensor
 
 from primitives._core import Primitive
 from primitives.ops.losses.cross_entropy import (
@@ -31,9 +33,6 @@ from primitives.ops.losses.cross_entropy import (
     terms_on_cpu,
 )
 from primitives.ops.rules import batch_all, bind_kernels, define, empty_output, second_order
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 cross_entropy_bwd_jvp_p = Primitive(
     "cross_entropy_bwd_jvp",

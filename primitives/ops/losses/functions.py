@@ -4,30 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import torch
+from torch import Tensor
 from torch.nn import _reduction
 from torch.nn import functional as of_torch
 
 from primitives._core.trees.leaves import map_tensors
+from primitives._core.typing import Prefix, PyTree
 from primitives._repair.plain import is_plain_on_cpu
 from primitives.ops.losses import checks
 from primitives.ops.losses.cross_entropy import class_labels_p, cross_entropy_p
 from primitives.ops.losses.linear_cross_entropy import linear_cross_entropy_p
 from primitives.ops.rules import LOW_PRECISION, accumulation_dtype
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from torch import Tensor
-
-    # Loss and lse of each row, of a target and its smoothing.
-    _Losses = Callable[[Tensor, float], tuple[Tensor, Tensor]]
-
-    from primitives._core.typing import Prefix, PyTree
-
-__all__ = ["cross_entropy", "linear_cross_entropy", "nll_loss"]
+# Loss and lse of each row, of a target and its smoothing.
+_Losses = Callable[[Tensor, float], tuple[Tensor, Tensor]]
 
 
 def cross_entropy(

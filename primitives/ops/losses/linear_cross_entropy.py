@@ -22,19 +22,16 @@ The operators are composed of products of matrices and of the primitives of cros
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from primitives._core import BatchInfo, Primitive, vmap_by_loop
 from primitives.ops.losses.cross_entropy import cross_entropy_bwd_p, cross_entropy_jvp_p, cross_entropy_p
 from primitives.ops.losses.cross_entropy_second_order import cross_entropy_bwd_jvp_p
 from primitives.ops.rules import empty_output, first_order, fold_batch, output_axes, second_order
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from torch import Tensor
 
 _OPTIONS = "float softcap, float smoothing, int chunk_rows"
 _ARGUMENTS = "Tensor x, Tensor weight, Tensor? bias, Tensor target"

@@ -19,9 +19,10 @@ dtype of the residual, which may be wider than that of x; y has `y_dtype`, that 
 from __future__ import annotations
 
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from primitives._core import Primitive, value_and_jvp
 from primitives.ops.dropout.dropout import dropout_p
@@ -34,9 +35,6 @@ from primitives.ops.norms.layer_norm import (
     rows,
 )
 from primitives.ops.rules import accumulation_dtype, batch_rows, bind_kernels, cast_to_float32, computed, empty_output
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 add_layer_norm_p = Primitive(
     "add_layer_norm",

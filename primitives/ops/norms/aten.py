@@ -8,28 +8,15 @@ add in pairs.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from primitives.ops.norms.channels import memory_format
 from primitives.ops.norms.formulas import Norm, Running
 from primitives.ops.rules import accumulation_dtype, empty_output
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
-
-__all__ = [
-    "LARGEST_OFFSET",
-    "LONGEST_CHANNEL",
-    "ChannelsByAten",
-    "RowsByAten",
-    "RunningByAten",
-    "in_dtype_of_sums",
-    "is_well_conditioned",
-]
 
 # As many units in the last place as the tests allow (`tests/support.py`).
 LARGEST_OFFSET = 64.0

@@ -14,9 +14,10 @@ Shapes: x is [*batch, N, C, *spatial] with `batch_ndim` batch axes, which vmap a
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from primitives._core import Primitive
 from primitives.ops.norms.aten import (
@@ -29,9 +30,6 @@ from primitives.ops.norms.aten import (
 from primitives.ops.norms.channels import channels, contiguous_like, update_running
 from primitives.ops.norms.norm_map import norm_map
 from primitives.ops.rules import LOW_PRECISION, accumulation_dtype, batch_all, bind_kernels, empty_output, fold_batch
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 batch_norm_p = Primitive(
     "batch_norm",

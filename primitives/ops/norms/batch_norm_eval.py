@@ -17,18 +17,16 @@ Shapes: x is [*batch, N, C, *spatial] with `batch_ndim` batch axes, which vmap a
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from primitives._core import Primitive
 from primitives.ops.norms.aten import RunningByAten, in_dtype_of_sums, is_well_conditioned
 from primitives.ops.norms.channels import channels, contiguous_like
 from primitives.ops.norms.formulas import Norm, Running
 from primitives.ops.rules import accumulation_dtype, batch_all, bind_kernels, define, empty_output, first_order
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 batch_norm_eval_p = Primitive(
     "batch_norm_eval",

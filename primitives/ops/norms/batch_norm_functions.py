@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
+from torch import Tensor
 
+from primitives._core import Primitive
 from primitives._core.trees.leaves import map_tensors
+from primitives._core.typing import Prefix, PyTree
 from primitives._core.write_back import write_back
 from primitives._repair.nodes import recorded
 from primitives._repair.plain import is_plain_on_cpu
@@ -16,14 +19,6 @@ from primitives.ops.norms.batch_norm import batch_norm_p
 from primitives.ops.norms.batch_norm_eval import batch_norm_eval_p
 from primitives.ops.norms.batch_norm_relu import batch_norm_relu_eval_p, batch_norm_relu_p
 from primitives.ops.rules import weight_beside
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from primitives._core import Primitive
-    from primitives._core.typing import Prefix, PyTree
-
-__all__ = ["BatchNormOutput", "batch_norm", "batch_norm_of_tensors", "batch_norm_relu", "pure_batch_norm"]
 
 
 def batch_norm_of_tensors(

@@ -19,10 +19,12 @@ Shapes are those of the norm; the residual has that of x, and may have another d
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
 from itertools import compress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from primitives._core import Primitive, value_and_jvp
 from primitives.ops.norms.batch_norm import (
@@ -36,11 +38,6 @@ from primitives.ops.norms.batch_norm import (
 from primitives.ops.norms.batch_norm_eval import batch_norm_eval_bwd_p, batch_norm_eval_jvp_p, batch_norm_eval_p
 from primitives.ops.norms.channels import contiguous_like
 from primitives.ops.rules import accumulation_dtype, batch_all, bind_kernels, computed, empty_output, first_order
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from torch import Tensor
 
 
 def through(y: Tensor, v: Tensor) -> Tensor:

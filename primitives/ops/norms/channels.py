@@ -6,16 +6,13 @@ x is [*batch, N, C, *spatial] with `batch_ndim` batch axes; everything per chann
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 from torch._prims_common import suggest_memory_format
 
 from primitives.ops.norms.formulas import Norm
 from primitives.ops.rules import empty_output
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 

@@ -45,17 +45,13 @@ Third and higher orders, and the jvp of a jvp, differentiate these formulas.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from primitives.ops.rules import accumulation_dtype, empty_output
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    import torch
-    from torch import Tensor
-
-__all__ = ["Norm", "Running"]
 
 
 class Norm:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 from primitives._core.trees.leaves import map_tensors
+from primitives._core.typing import Prefix, PyTree
 from primitives._core.write_back import write_back
 from primitives._repair.plain import is_plain_on_cpu
 from primitives.ops import arguments
@@ -16,13 +18,6 @@ from primitives.ops.norms.batch_norm_functions import batch_norm_of_tensors
 from primitives.ops.norms.group_norm_silu import group_norm_silu_p
 from primitives.ops.norms.layer_norm import layer_norm_p
 from primitives.ops.rules import CHANNELS_LAST, weight_beside
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from primitives._core.typing import Prefix, PyTree
-
-__all__ = ["group_norm", "group_norm_of_tensors", "instance_norm", "pure_instance_norm"]
 
 
 def group_norm(

@@ -20,9 +20,11 @@ y_bar is y_dot. Shapes are those of `layer_norm.py`.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.functional import silu
 
 from primitives._core import Primitive, value_and_jvp
@@ -36,11 +38,6 @@ from primitives.ops.rules import (
     first_order,
     second_order,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from torch import Tensor
 
 group_norm_silu_p = Primitive(
     "group_norm_silu",

@@ -15,12 +15,15 @@ what is shaped as x lies in memory as [*batch, *rest, positions, groups, channel
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 from primitives._core import Primitive
 from primitives._core.trees.leaves import map_tensors
+from primitives._core.typing import Prefix, PyTree
 from primitives._repair.nodes import recorded
 from primitives._repair.plain import is_plain_on_cpu
 from primitives.ops import arguments
@@ -28,13 +31,6 @@ from primitives.ops.norms.aten import RowsByAten, in_dtype_of_sums, is_well_cond
 from primitives.ops.norms.formulas import Norm
 from primitives.ops.norms.norm_map import norm_map
 from primitives.ops.rules import LOW_PRECISION, batch_rows, bind_kernels, cast_to_float32, weight_beside, with_layout
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
-
-    from primitives._core.typing import Prefix, PyTree
 
 layer_norm_p = Primitive(
     "layer_norm",

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from primitives._core import Primitive, value_and_jvp
 from primitives.ops.norms.aten import is_well_conditioned
+from primitives.ops.norms.formulas import Norm
 from primitives.ops.rules import define, first_order, second_order
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from primitives.ops.norms.formulas import Norm
-
-__all__ = ["NormMap", "norm_map"]
 
 _NORM = "Tensor x, Tensor? weight, Tensor mean, Tensor rstd"
 _DOTS = "Tensor? x_dot, Tensor? weight_dot, Tensor? bias_dot"

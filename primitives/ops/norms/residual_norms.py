@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from primitives._core.trees.leaves import map_tensors
+from primitives._core.typing import Prefix, PyTree
 from primitives.ops import arguments
 from primitives.ops.dropout.words import MAX_SEED
 from primitives.ops.norms.add_layer_norm import add_layer_norm_p
 from primitives.ops.norms.rms_norm import rms_options
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
-
-    from primitives._core.typing import Prefix, PyTree
-
-__all__ = ["add_layer_norm", "add_rms_norm"]
 
 
 def add_layer_norm(

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 from primitives._core.trees.leaves import map_tensors
+from primitives._core.typing import Prefix, PyTree
 from primitives._repair.plain import is_plain_on_cpu
 from primitives.ops import arguments
 from primitives.ops.norms.layer_norm import layer_norm_p
 from primitives.ops.rules import LOW_PRECISION, accumulation_dtype
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
-
-    from primitives._core.typing import Prefix, PyTree
-
-__all__ = ["ada_layer_norm", "rms_norm"]
 
 
 def rms_norm(

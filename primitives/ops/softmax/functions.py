@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable
+from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 from primitives._core.errors import DtypeError
 from primitives._core.trees.leaves import map_tensors
+from primitives._core.typing import Prefix, PyTree
 from primitives._repair.plain import is_plain_on_cpu
 from primitives.ops import arguments
 from primitives.ops.softmax.log_softmax import log_softmax_p
 from primitives.ops.softmax.softmax import softmax_p
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
-
-    from primitives._core.typing import Prefix, PyTree
-
-__all__ = ["log_softmax", "softmax", "softmin"]
 
 
 def log_softmax(

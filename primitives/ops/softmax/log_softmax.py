@@ -20,16 +20,12 @@ as it is read. Sums are taken in float32, in float64 for float64 y.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
+from torch import Tensor
 
 from primitives._core import Primitive
 from primitives.ops.row_maps import RowMap
 from primitives.ops.rules import accumulation_dtype, output_in_float32
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 log_softmax_p = Primitive(
     "log_softmax",

@@ -32,17 +32,15 @@ x), and x is cast to it as it is read. Sums are taken in float32, in float64 for
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from primitives._core import Primitive
 from primitives.ops.row_maps import RowMap
 from primitives.ops.rules import LOW_PRECISION, accumulation_dtype, masked, output_in_float32
 from primitives.ops.softmax.log_softmax import aten_serves
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 softmax_p = Primitive(
     "softmax",

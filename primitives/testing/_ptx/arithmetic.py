@@ -11,8 +11,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["KINDS", "UNSIGNED", "decode", "encode", "operation"]
-
 Array = Any
 Function = Callable[..., Array]
 # A function of arrays, the type of its result, and those of its arguments.

@@ -6,8 +6,6 @@ import math
 import re
 from typing import Any, NamedTuple
 
-__all__ = ["Address", "Code", "Instruction", "UnsupportedInstructionError", "parse"]
-
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.S)
 _STATEMENT = re.compile(r"\s*(?:[{}]|(\$?[\w$]+:)|([^;{}]*(?:\{[^;]*\})?[^;]*;))", re.S)
 _INSTRUCTION = re.compile(r"(?:@(!?)(%?\w+)\s+)?([\w.:]+)\s*(.*)$", re.S)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from primitives.testing._ptx.arithmetic import KINDS, UNSIGNED
+from primitives.testing._ptx.code import Instruction
 from primitives.testing._ptx.machine import ALL, DEFINED, Machine, executes, wider
-
-if TYPE_CHECKING:
-    from primitives.testing._ptx.code import Instruction
 
 Array = Any
 

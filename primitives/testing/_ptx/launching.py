@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import re
 import unittest.mock
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 import triton
@@ -20,11 +21,6 @@ from primitives.kernels.runtime.chips import CHIPS
 from primitives.testing._ptx import instructions, products  # noqa: F401 - registers them
 from primitives.testing._ptx.machine import Machine, prepared
 from primitives.testing._ptx.memory import Fault, Faults, Global, Traffic
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-__all__ = ["Emulation", "Launched", "StandInDriver", "emulated"]
 
 Array = Any
 

@@ -11,19 +11,14 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from primitives.testing._ptx.arithmetic import KINDS, UNSIGNED, operation
 from primitives.testing._ptx.code import Address, Code, Instruction, UnsupportedInstructionError, parse
-from primitives.testing._ptx.memory import BASE, Lanes
+from primitives.testing._ptx.memory import BASE, Faults, Global, Lanes, Memory
 from primitives.testing._ptx.shared import Shared
-
-if TYPE_CHECKING:
-    from primitives.testing._ptx.memory import Faults, Global, Memory
-
-__all__ = ["ALL", "DEFINED", "Machine", "Program", "executes", "prepared"]
 
 Array = Any
 Step = Callable[["Machine", Any], None]

@@ -6,20 +6,14 @@ All loads, stores and copies go through `Memory`; `Global` and `Shared` add what
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
+from torch import Tensor
 
 from primitives.testing._ptx.arithmetic import UNSIGNED
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
-
-    from torch import Tensor
-
-    from primitives.testing._ptx.code import Instruction
-
-__all__ = ["BASE", "SECTOR_BYTES", "Fault", "Faults", "Global", "Lanes", "Memory", "Traffic"]
+from primitives.testing._ptx.code import Instruction
 
 Array = Any
 

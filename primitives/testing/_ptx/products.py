@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import functools
 import re
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from primitives.testing._ptx.arithmetic import KINDS, UNSIGNED, decode
+from primitives.testing._ptx.code import Instruction
 from primitives.testing._ptx.machine import DEFINED, Machine, executes
-
-if TYPE_CHECKING:
-    from primitives.testing._ptx.code import Instruction
 
 Array = Any
 

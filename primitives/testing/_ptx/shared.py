@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from primitives.testing._ptx.arithmetic import KINDS
-from primitives.testing._ptx.memory import Lanes, Memory
-
-if TYPE_CHECKING:
-    from primitives.testing._ptx.code import Code, Instruction
-    from primitives.testing._ptx.memory import Faults
-
-__all__ = ["COPY", "PRODUCT", "Shared"]
+from primitives.testing._ptx.code import Code, Instruction
+from primitives.testing._ptx.memory import Faults, Lanes, Memory
 
 Array = Any
 # Bits of what may be under way.

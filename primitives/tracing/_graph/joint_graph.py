@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch import Tensor, fx
 
 from primitives._core.errors import ShapeError
 from primitives.tracing import _torch_private as torch_private
 from primitives.tracing._graph.partition import COTANGENT, PRIMAL, STATE, BackwardGraph, ForwardGraph, Graph, split
+from primitives.tracing._graph.signature import Signature
 from primitives.tracing._memory import refuse_sharing
 from primitives.tracing._random.rng import PhiloxState
-
-if TYPE_CHECKING:
-    from torch import Tensor, fx
-
-    from primitives.tracing._graph.signature import Signature
-
-__all__ = ["JointGraph"]
 
 
 class JointGraph(Graph):

@@ -6,24 +6,17 @@ import copy
 import operator
 import pathlib
 import re
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from primitives.tracing import _torch_private as torch_private
 from primitives.tracing._graph.rewriting import SEED, TAG
 from primitives.tracing._leaves import like
 from primitives.tracing._memory import is_dense
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from torch import Tensor
-
-    from primitives.tracing._random.rng import PhiloxState
-
-__all__ = ["COTANGENT", "PRIMAL", "STATE", "BackwardGraph", "ForwardGraph", "Graph", "split"]
+from primitives.tracing._random.rng import PhiloxState
 
 # Kinds of inputs; those that the forward graph saves have "saved[0]" and so on.
 PRIMAL, COTANGENT, STATE = "primal", "cotangent", "state"

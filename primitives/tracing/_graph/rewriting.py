@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import torch
 from torch import fx
 
 from primitives.tracing._torch_private import GraphModule
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-__all__ = ["COTANGENT", "ROLE", "SEED", "TAG", "identifier", "tidied"]
 
 # Which pass a node belongs to; torch's partitioner reads this too.
 TAG = "partitioner_tag"

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from primitives._core.errors import LeafError, TreeError
+from primitives.tracing._leaves import Leaves
 from primitives.tracing._random.rng import PhiloxState
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from primitives.tracing._leaves import Leaves
-
-__all__ = ["Signature"]
 
 _FUNCTION = "JointGraph"
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from primitives._core.dtypes import has_derivatives
 from primitives._core.errors import LeafError, MutationError
@@ -14,13 +16,6 @@ from primitives.tracing._errors import typed_errors
 from primitives.tracing._leaves import Leaves, like, refuse_opaque
 from primitives.tracing._memory import memories
 from primitives.tracing._watching import Recorder
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from torch import Tensor
-
-__all__ = ["checked_primals", "create_joint", "outside_inference_mode", "require_loss", "run_joint", "takes_cotangent"]
 
 _FUNCTION = "create_joint"
 _nothing = contextlib.nullcontext()

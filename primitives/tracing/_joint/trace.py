@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from primitives._core.errors import DeviceError, LeafError, MutationError, ShapeError, TraceError
 from primitives._core.trees.overlay import spread
@@ -26,13 +28,6 @@ from primitives.tracing._leaves import Leaves
 from primitives.tracing._memory import is_dense, is_wrapped, memories, refuse_sharing
 from primitives.tracing._random.rng import PhiloxState, rng_mode
 from primitives.tracing._watching import constant_written, written_by
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from torch import Tensor
-
-__all__ = ["trace_joint", "traced"]
 
 _FUNCTION = "trace_joint"
 _STATE_NAMES = ("forward_seed", "forward_offset", "backward_seed", "backward_offset")

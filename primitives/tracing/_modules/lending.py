@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.nn import functional as torch_functional
 from torch.nn.modules.batchnorm import BatchNorm1d, SyncBatchNorm
 from torch.overrides import TorchFunctionMode
@@ -16,13 +18,6 @@ from primitives._core.write_back import cumulative_weight, write_back
 from primitives.ops.norms.group_norm import pure_instance_norm
 from primitives.tracing._recompute import replaying_checkpoints
 from primitives.tracing._torch_private import bottom, function_modes
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from torch import Tensor, nn
-
-__all__ = ["attributes_kept", "is_lending", "running"]
 
 _REGISTRIES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 # Batch norms that read nothing of their momentum but whether it is None, and hand it on.

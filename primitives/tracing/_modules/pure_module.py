@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from primitives._core.errors import DtypeError, LeafError, MutationError, ShapeError, TreeError
 from primitives.tracing import _torch_private as torch_private
 from primitives.tracing._errors import errors_in_trace
 from primitives.tracing._memory import bottom
 from primitives.tracing._modules.lending import attributes_kept, running
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-
-__all__ = ["PureModule", "pure_module"]
 
 
 class _Names:

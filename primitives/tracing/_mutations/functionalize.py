@@ -6,9 +6,11 @@ import contextlib
 import dataclasses
 import functools
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from primitives._core.autograd import apply_linear
 from primitives._core.errors import MissingRuleError, MutationError
@@ -17,13 +19,6 @@ from primitives.tracing._errors import current_line, typed_errors
 from primitives.tracing._leaves import Leaves, refuse_opaque
 from primitives.tracing._memory import is_wrapped, memories, refuse_sharing
 from primitives.tracing._watching import UserCalls, written_by
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from torch import Tensor
-
-__all__ = ["PureFunction", "functionalize_mutations"]
 
 _FUNCTION = "functionalize_mutations"
 _aten = torch.ops.aten

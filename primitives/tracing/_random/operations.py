@@ -11,20 +11,15 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from primitives.tracing._torch_private import schema_of
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from torch import Tensor
-
-    Source = Callable[[Sequence[Any]], Tensor]
-
-__all__ = ["OPERATIONS", "arguments_of", "draw", "draws_nothing", "is_random"]
+Source = Callable[[Sequence[Any]], Tensor]
 
 _WORD = 2**32
 # Largest number of bits of which every integer, and every multiple of 2**-bits below 1, is a number of the dtype.

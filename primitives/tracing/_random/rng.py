@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 import math
 import sys
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from primitives._core.contexts import Decorates
 from primitives._core.errors import DtypeError, MissingRuleError, ShapeError
@@ -17,13 +19,6 @@ from primitives.tracing import _torch_private as torch_private
 from primitives.tracing._errors import errors_in_trace
 from primitives.tracing._random.operations import OPERATIONS, arguments_of, draw, draws_nothing, is_random
 from primitives.tracing._recompute import replaying_checkpoints
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from torch import Tensor
-
-__all__ = ["PhiloxState", "functionalize_rng", "rng_mode"]
 
 
 class PhiloxState(NamedTuple):

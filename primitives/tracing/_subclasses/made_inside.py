@@ -5,13 +5,16 @@ Torch refuses: a tensor that functionalization has wrapped is an object of a cla
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import Any
 from unittest import mock
 
 import optree
 import torch
+from torch import Tensor
 
 from primitives._core.errors import LeafError
 from primitives._core.trees.nodes import RESULTS
@@ -23,14 +26,6 @@ from primitives.tracing._torch_private import (
     mapped_tensors,
     without_functions,
 )
-
-if TYPE_CHECKING:
-    import contextlib
-    from collections.abc import Iterable
-
-    from torch import Tensor
-
-__all__ = ["subclasses_made"]
 
 
 class _Traced(FunctionalTensor):

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import optree
 import torch
+from torch import Tensor
 
 from primitives._core.autograd import apply_linear
 from primitives._core.dtypes import has_derivatives
@@ -20,13 +22,6 @@ from primitives._core.errors import LeafError
 from primitives.tracing._errors import errors_in_trace
 from primitives.tracing._leaves import Leaves
 from primitives.tracing._torch_private import hinted_size, is_wrapper_subclass
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from torch import Tensor
-
-__all__ = ["SubclassSpec", "Unwrapped", "unwrap_subclasses"]
 
 _FUNCTION = "unwrap_subclasses"
 _HINT = "For such gradients, unwrap the joint function: unwrap_subclasses(create_joint(fn), (primals, cotangents))."
