@@ -1,4 +1,4 @@
-"""Kernel tests run in Triton's interpreter, where no kernel may touch anything but the elements of its arguments.
+"""Kernel tests run in Triton's interpreter.
 
 With `--device cuda` those that take the device run the compiled kernels on it, with `--device sm_80` and `sm_90` they
 emulate them (see `check_kernel`). On all, memory is poisoned with NaN before a kernel writes it.
@@ -19,9 +19,9 @@ def pytest_configure(config: pytest.Config) -> None:
     """Turn the interpreter on, or leave it off: Triton asks when it is imported, so nothing above imports it."""
     if config.getoption("--device") == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"
-        from tests.kernels import interpreting
+        from tests.kernels import fast_interpreter
 
-        interpreting.install()
+        fast_interpreter.install()
     elif _is_emulated(config):
         from primitives.kernels.runtime.chips import CHIPS, use_chip
 
@@ -96,20 +96,18 @@ def use_processors(device: torch.device) -> Iterator[Callable[[int], None]]:
 
 
 @pytest.fixture
-def only_the_last_programs(
-    pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch, device: torch.device
-) -> Iterator[None]:
+def only_the_last_programs(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> Iterator[None]:
     """Launch two programs: the last ones of the grid. A device has the time for all, and the memory."""
     if device.type == "cuda":
         yield
         return
-    if _is_emulated(pytestconfig):
-        pytest.skip("the emulator copies storages: it would need all of their gigabytes")
     import numpy as np
     from triton.runtime import interpreter
 
     from primitives.kernels.runtime.kernel import intercept
+    from tests.kernels.calls import need_memory
 
+    need_memory(0)
     # Pages that nothing touches take no memory.
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
     base = [0]

@@ -62,7 +62,7 @@ def test_attention_with_any_operands_absent(mode):
     noise = {"seed": torch.tensor([3]), "offset": torch.tensor([7]), "dropout_p": 0.3}
     rows = Attention.draw((1, 2, 3, 4), 5, key_heads=1, value_width=6, bias=bias, bias_dot=bias_dot, mask=mask, **noise)
     for call in rows.change(o_dot=rows.o_bar, lse_dot=rows.lse_bar).choices(mode):
-        check(call, in_any_order=False)
+        check(call)
 
 
 # How many products of matrices a tile takes in each mode: what is absent, or not wanted, takes none.
@@ -89,7 +89,7 @@ MATMULS: dict[str, tuple[int, str, tuple[bool, ...] | None, tuple[str, ...]]] = 
 def check_matmuls(call: Call, number: int) -> None:
     """Hold a call to its values, and to the products of matrices that its kernels take: the interpreter counts them."""
     with watched() as launches:
-        check(call, in_any_order=False)
+        check(call)
     assert not INTERPRETED or sum(one.num_matmuls for one in launches) == number
 
 

@@ -1,8 +1,4 @@
-"""Every launcher, under each of its plans and in each layout, once in order and once in another order.
-
-Its results are the truth, no kernel leaves its tensors (`interpreting`), and the results are bitwise the same whatever
-program runs first. On a device its results are the truth, and the same in every run.
-"""
+"""Every launcher, under each of its plans and in each layout: its results are the truth, on a GPU in every run."""
 
 from __future__ import annotations
 
@@ -20,10 +16,9 @@ from perf.ops.batch_norm_relu import BatchNormRelu
 from perf.ops.cross_entropy import CrossEntropy
 from perf.ops.layer_norm import LayerNorm
 from perf.ops.softmax import Softmax
-from primitives.kernels.dropout.dropout import dropout_fwd
 from primitives.kernels.runtime.arithmetic import cdiv
 from primitives.kernels.runtime.kernel import INTERPRETED
-from tests.kernels.calls import DTYPES, channels_last, copying_calls, dropout_calls, launched_by, short_rows
+from tests.kernels.calls import DTYPES, channels_last, copying_calls, launched_by, short_rows
 from tests.kernels.checking import check
 
 pytestmark = pytest.mark.usefixtures("on_device")
@@ -82,7 +77,7 @@ def test_layer_norm(plan, layout, use_limits, use_processors):
         use_processors(processors)
     dtype = DTYPES[(list(ROW_PLANS).index(plan) + ROW_LAYOUTS.index(layout)) % len(DTYPES)]
     for call in layer_norm(layout, num_rows, num_cols, dtype).calls():
-        check(call, in_any_order=layout == "strided")
+        check(call)
         launches = launched_by(call.results)
         sums = [one.named for one in launches if one.kernel.__name__ in SUMMING]
         assert [one.named["MODE"] for one in launches if "MODE" in one.named] == (modes if is_apart or not sums else [])
@@ -131,11 +126,11 @@ def test_add_layer_norm(plan, use_limits, use_processors):
     for turn in (number % 3, (number + 1) % 3):
         rows = add_layer_norm(turn, num_rows, num_cols + turn, DTYPES[(number + turn) % len(DTYPES)])
         for call in rows.calls():
-            check(call, in_any_order=turn == 0)
+            check(call)
     for mode in ("fwd_jvp", "jvp", "bwd"):
         for choice, call in enumerate(rows.change(centered=True).choices(mode)):
             if choice % len(ROW_PLANS) == number:
-                check(call, in_any_order=False)
+                check(call)
 
 
 # Two groups of channels: of one sample, whose planes have no sums; of several; of two times as many, whose parameters
@@ -160,17 +155,10 @@ def test_group_norm(splits, layout, use_limits):
             gaps = {name: torch.cat([getattr(samples, name)] * 2)[::2] for name in ("x", "x_dot", "y_bar_dot")}
             samples = samples.change(**gaps)
         for call in samples.calls(*["fwd", "fwd_jvp", "bwd", "jvp"] * silu):
-            check(call, in_any_order=layout == "one")
+            check(call)
             modes = {one.named["MODE"] for one in launched_by(call.results) if "MODE" in one.named}
             assert ("whole" in modes) == (splits == 0)
             assert splits < 32 or layout != "one" or "sums" in modes
-
-
-# Whole tiles, and rows that are a multiple of nothing.
-@pytest.mark.parametrize("num_cols, dtype", [(1024, torch.bfloat16), (1031, torch.float32)])
-def test_layer_norm_of_rows_of_models(num_cols, dtype):
-    for call in LayerNorm.draw((6, num_cols), dtype).calls():
-        check(call, in_any_order=False)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -224,7 +212,7 @@ def test_batch_norm(layout, use_limits, use_processors):
     use_limits(channel_transform_programs=4, **({"channel_tile_bytes": 4096} if turn % 2 else {}))
     for call in CHANNEL_LAYOUTS[layout](DTYPES[turn % len(DTYPES)]).calls():
         # Layouts of two plans, and their samples.
-        check(call, in_any_order=turn < 3)
+        check(call)
 
 
 @pytest.mark.parametrize("layout", CHANNEL_LAYOUTS)
@@ -237,20 +225,11 @@ def test_batch_norm_relu(layout, use_processors):
     block = BatchNormRelu.draw(norm.x.shape, norm.x.dtype, None, norm.batch_ndim, arrange)
     wide = random(*norm.x.shape, dtype=torch.promote_types(norm.x.dtype, torch.float32), seed=3)
     block = block.change(x=norm.x, x_dot=norm.x_dot, residual=arrange(wide))
-    check(block.call("train_fwd"), in_any_order=turn == 0)
+    check(block.call("train_fwd"))
     for mode in ("train_fwd_jvp", "train_bwd", "train_jvp", "eval_fwd", "eval_bwd", "eval_jvp"):
         for number, call in enumerate(block.choices(mode)):
             if number % len(CHANNEL_LAYOUTS) == turn:
-                check(call, in_any_order=turn == 0)
-
-
-@pytest.mark.parametrize("operands", [LayerNorm.draw((2, 75)), BatchNorm.draw((3, 3, 17, 19))], ids=["rows", "images"])
-def test_norms_read_what_is_wanted(operands, use_processors):
-    use_processors(1)
-    operands = operands.here()
-    for mode, count in (("bwd", 3), ("train_bwd", 3), ("eval_bwd", 5), ("double_backward", 6)):
-        for number in range(count + 1) if mode in operands.modes() else ():
-            check(operands.call(mode, tuple(number == other for other in range(count))), in_any_order=False)
+                check(call)
 
 
 # Rows with gaps between them, and operands that stand for several: one row, one number per row, and one number for all,
@@ -294,7 +273,7 @@ def test_row_maps(kind, splits, adjacent, layout, use_limits):
     turn = REDUCED_LAYOUTS.index(layout) + list(REDUCED_SHAPES).index(adjacent) + splits
     rows = of_row_map(kind, layout, (num_segments, *shape), dim, DTYPES[turn % len(DTYPES)])
     for call in rows.calls():
-        check(call, in_any_order=layout == "strided")
+        check(call)
     modes = [one.named["MODE"] for call in rows.calls() for one in launched_by(call.results)]
     if layout != "expanded":
         # Where one number stands for a row, it is the rows that are adjacent, and fewer of them fit.
@@ -306,7 +285,7 @@ def test_row_maps(kind, splits, adjacent, layout, use_limits):
             *(rows.change(**{name: None}).call("bwd_jvp") for name in DOTS),
         )
         for call in others:
-            check(call, in_any_order=False)
+            check(call)
 
 
 @pytest.mark.parametrize("adjacent", REDUCED_SHAPES)
@@ -332,7 +311,7 @@ def test_softmax(splits, adjacent, use_limits):
             *(rows.change(**{name: None}).call("bwd_jvp") for name in DOTS),
         ]
     for call in calls:
-        check(call, in_any_order=call is calls[0])
+        check(call)
     # Another temperature is another number, not another kernel.
     found = [[one.constants for one in launched_by(rows.change(scale=s).call("fwd").results)] for s in (0.5, 2.0)]
     assert found[0] == found[1]
@@ -369,16 +348,7 @@ def test_cross_entropy(splits, adjacent, use_limits):
         for mode in ("fwd_jvp", "bwd", "bwd_jvp"):
             for number, call in enumerate(others.choices(mode)):
                 if number % 2 == turn % 2:
-                    check(call, in_any_order=False)
-
-
-@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
-def test_dropout(dtype):
-    for call in dropout_calls(dtype):
-        check(call)
-    # With nothing to drop, x is copied without a kernel.
-    (x, seed, offset, _, batch_ndim) = dropout_calls(dtype)[0].args
-    assert not launched_by(lambda: dropout_fwd(x, seed, offset, 0.0, batch_ndim))
+                    check(call)
 
 
 def test_operands_that_no_view_fits():

@@ -276,7 +276,7 @@ def test_the_second_sweep_of_rows_goes_back(plan, mode, use_limits):
     with watched() as launches:
         mode.results()
     x = mode.args[0]
-    loads = [load.within(x.data_ptr(), x.data_ptr() + x.nbytes).addresses for one in launches for load in one.loads]
+    loads = [load.within(x.data_ptr(), x.data_ptr() + x.nbytes) for one in launches for load in one.loads]
     tiles = [int(load[0] - x.data_ptr()) // (16 * x.itemsize) for load in loads if load.size]
     # One program makes both sweeps of its row, several that share rows make the first one of all rows before.
     assert [one.num_programs for one in launches] == ([2] if plan == "swept" else [6, 6])
@@ -305,7 +305,7 @@ def test_transform_of_images_begins_in_the_cache(mode, is_last, resident, use_li
         """Lines of a cache that each load of x touches, for each program in the order in which programs start."""
         programs: dict[tuple[int, ...], list[list[int]]] = {}
         for load in launches[launch].loads:
-            offsets = load.within(x.data_ptr(), x.data_ptr() + x.nbytes).addresses - x.data_ptr()
+            offsets = load.within(x.data_ptr(), x.data_ptr() + x.nbytes) - x.data_ptr()
             # One element of each channel says where its sums begin; a load of a whole tile is longer.
             if len(touched := sorted(set(offsets // 128))) > 1:
                 programs.setdefault(load.program[1::-1], []).append(touched)

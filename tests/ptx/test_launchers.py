@@ -59,6 +59,7 @@ CHANNELS = "channels are read for their sums, and again"
 CASES = {
     "layer_norm": Case(lambda: LayerNorm.draw((13, 1024), BF16)),
     "layer_norm of short rows": Case(lambda: LayerNorm.draw((2, 2, 36), batch_ndim=1)),
+    "layer_norm of rows with gaps": Case(lambda: apart(LayerNorm.draw((2, 5, 75))), SHARED, "as many gaps", 1, 4),
     "layer_norm swept": Case(lambda: LayerNorm.draw((3, 1000), BF16), SWEPT, SWEEPS + ", and by columns", 4),
     "layer_norm shared": Case(lambda: LayerNorm.draw((2, 1000), BF16), SHARED, SWEEPS + ", and by columns", 4),
     "group_norm": Case(lambda: LayerNorm.draw((2, 2, 2, 33), BF16, norm_ndim=2, grouped=1), {}, ODD, 2, 2),
@@ -77,6 +78,7 @@ CASES = {
     ),
     "log_softmax": Case(lambda: LogSoftmax.draw((9, 1024), 1, BF16)),
     "log_softmax of columns": Case(lambda: LogSoftmax.draw((2, 75, 5), 1), {}, ODD, 1, 4),
+    "log_softmax of rows with gaps": Case(lambda: apart(LogSoftmax.draw((3, 1000), 1)), SWEPT, ODD, 2, 4),
     "log_softmax swept": Case(lambda: LogSoftmax.draw((3, 1000), 1), SWEPT, SWEEPS, 2),
     "log_softmax shared": Case(lambda: LogSoftmax.draw((2, 1000), 1), SHARED, SWEEPS, 2),
     "softmax": Case(lambda: Softmax.draw((9, 1024), 1, BF16)),
@@ -102,6 +104,13 @@ CASES = {
     ),
     "dropout": Case(lambda: dropout_calls(BF16), {}, "slices of a tensor begin at odd addresses", 1, 2),
 }
+
+
+def apart(operands: Any) -> Any:
+    """The same between other columns."""
+    names = ("x", "y_bar", "x_dot", "y_bar_dot", "y", "y_dot")
+    full_size = {name: getattr(operands, name) for name in names if getattr(operands, name, None) is not None}
+    return operands.change(**{name: torch.cat([x, x], -1)[..., : x.shape[-1]] for name, x in full_size.items()})
 
 
 def silu() -> LayerNorm:
