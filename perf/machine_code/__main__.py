@@ -8,7 +8,6 @@ import os
 import pathlib
 import sys
 
-from perf.machine_code.compare import comparison
 from perf.machine_code.rules import broken_rules
 from perf.machine_code.table import TABLE, VERSION_FILE, Row, read_table, read_version, write_table
 from perf.machine_code.workers import compile_keys, in_processes, walk_chip
@@ -21,7 +20,6 @@ def _options(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--all", action="store_true", help="recompile also what the table has already")
     parser.add_argument("--check", action="store_true", help="recompile everything, compare, and write nothing")
     parser.add_argument("--keys", action="store_true", help="compare keys alone, compile and write nothing")
-    parser.add_argument("--compare", nargs=2, metavar="REVISION", help="set the tables of two commits side by side")
     parser.add_argument("--op", choices=RECORDS, help="compile the cases of this operation, print them, write nothing")
     parser.add_argument("--chip", choices=CHIPS, action="append", help="only this chip (may be repeated)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes at a time")
@@ -35,9 +33,6 @@ def _options(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     """Run the command; returns 1 if a kernel does not compile, breaks a rule, or (`--check`) differs from the table."""
     options = _options(argv)
-    if options.compare:
-        sys.stdout.write(comparison(*options.compare))
-        return 0
     import triton
 
     chips, jobs, writes = options.chip or list(CHIPS), options.jobs, not (options.check or options.keys or options.op)

@@ -1,4 +1,4 @@
-"""The launch plans: within the limits of each chip, rows split where they are few."""
+"""The launch plans: within the limits of each chip. The table of machine code has those of the bench."""
 
 import dataclasses
 import inspect
@@ -11,7 +11,6 @@ import torch
 
 from primitives.kernels.attention._plan import plan_attention
 from primitives.kernels.batch_norm._plan import (
-    channel_programs,
     plan_channel_merge,
     plan_channel_sums,
     plan_channel_transform,
@@ -20,9 +19,9 @@ from primitives.kernels.dropout._plan import plan_dropout, plan_philox
 from primitives.kernels.norms._plan import plan_layer_norm_params, plan_layer_norm_rows
 from primitives.kernels.norms._second_plan import plan_layer_norm_second_rows, plan_layer_norm_second_sums
 from primitives.kernels.rows.map_plan import plan_log_softmax
-from primitives.kernels.rows.plan import RowPlan, SumPlan, plan_param_reduce, row_options
+from primitives.kernels.rows.plan import plan_param_reduce
 from primitives.kernels.runtime import planned as _planned
-from primitives.kernels.runtime.arithmetic import cdiv, next_power_of_2
+from primitives.kernels.runtime.arithmetic import next_power_of_2
 from primitives.kernels.runtime.chips import CHIPS, chip_from_properties, use_chip
 from primitives.kernels.runtime.limits import limits_of, use_limits
 
@@ -76,10 +75,6 @@ def requests(chip):
     """Plan functions with arguments that reach their different plans."""
     for kernel, tokens, width, itemsize in ATTENTION:
         yield plan_attention, (kernel, tokens, 2 * tokens, width, itemsize, chip)
-    yield from requests_of_rows_and_channels(chip)
-
-
-def requests_of_rows_and_channels(chip):
     for rows, cols, itemsize in SIZES:
         for flag in (False, True):
             yield plan_layer_norm_rows, (2, rows, cols, itemsize, 1 + flag, 1 + 2 * flag, 2 + 2 * flag, chip)
@@ -180,134 +175,6 @@ def test_candidates_are_within_the_chip_and_differ(chip, monkeypatch):
     assert names == {function.__name__ for function, _ in requests(chip)}
     # On NVIDIA two stages fetch nothing ahead, three fetch a step.
     assert stages == set(range(1, 4 if chip.name == "gfx942" else 5))
-
-
-@pytest.mark.parametrize("chip", CHIPS.values(), ids=lambda chip: chip.name)
-@pytest.mark.parametrize("num_cols", [131072, 128256, 262144, 100000])
-def test_few_long_rows_are_split(chip, num_cols):
-    # Segments count as rows.
-    assert plan_layer_norm_rows(160, 8, num_cols, 2, 2, 2, 2, chip).col_splits == 1
-    for num_rows in (1, 8, 50, 2 * chip.num_processors - 1, 2 * chip.num_processors, 8192):
-        for plan in (
-            plan_layer_norm_rows(1, num_rows, num_cols, 2, 1, 1, 2, chip),
-            plan_layer_norm_second_rows(1, num_rows, num_cols, 2, 4, chip),
-            plan_log_softmax((1, num_rows, num_cols), False, 2, 4, 1, chip),
-        ):
-            assert plan.looped
-            if num_rows >= 2 * chip.num_processors:
-                assert plan.col_splits == 1
-                continue
-            num_tiles = cdiv(num_cols, plan.block_cols)
-            per_split = cdiv(num_tiles, plan.col_splits)
-            assert (plan.col_splits - 1) * per_split < num_tiles, "a split without columns"
-            assert plan.col_splits <= 32
-            # About four programs for each processor, or as many splits as there can be of whole tiles.
-            most = cdiv(num_tiles, cdiv(num_tiles, min(32, num_tiles)))
-            assert num_rows * plan.col_splits >= 2 * chip.num_processors or plan.col_splits == most
-            assert num_rows * (plan.col_splits - 1) < 4 * chip.num_processors
-
-
-@pytest.mark.parametrize("chip", CHIPS.values(), ids=lambda chip: chip.name)
-@pytest.mark.parametrize("spatial_inner, num_inputs", [(True, 1), (True, 2), (False, 1), (False, 2), (True, 4)])
-def test_programs_of_a_reduction_fill_their_slots(chip, spatial_inner, num_inputs):
-    for num_channels, align, itemsize in itertools.product((64, 100, 256, 1000), (1, 16), (2, 4, 8)):
-        sizes = (1, 64, num_channels, 56 * 56) if spatial_inner else (1, 1, num_channels, 64 * 56 * 56)
-        plan = plan_channel_sums(sizes, spatial_inner, align, itemsize, chip, num_inputs, num_inputs == 1)
-        slots = channel_programs(spatial_inner, num_inputs, num_inputs == 1, itemsize, chip) * chip.num_processors
-        # As many as the registers of the table of machine code leave room for: `test_machine_code` writes them out.
-        waves = cdiv(plan.num_blocks * plan.num_splits, plan.num_resident)
-        steps = waves * cdiv(plan.num_tiles, plan.num_splits)
-        # Shared memory may have room for fewer.
-        assert slots / 2 <= plan.num_resident <= slots
-        programs, tiles = plan.num_blocks * plan.num_splits, plan.num_blocks * plan.num_tiles
-        assert tiles >= 0.75 * steps * min(programs, plan.num_resident), (num_channels, align, itemsize)
-        # Fewer than fit only where each would have a few tiles.
-        assert programs >= 0.75 * plan.num_resident or tiles < 6 * plan.num_resident, (num_channels, align, itemsize)
-        assert plan.num_warps * chip.warp_size <= 256
-
-
-# The most columns that a program holds. Other changes of plans show in the table of machine code.
-BOUNDARIES = [
-    (plan_layer_norm_rows, (1, 64, None, 2, 1, 1, 2, CPU), 32768),
-    (plan_layer_norm_rows, (1, 64, None, 4, 1, 1, 2, CPU), 16384),
-    (plan_layer_norm_rows, (1, 64, None, 2, 2, 2, 2, CPU), 16384),
-    (plan_layer_norm_rows, (1, 64, None, 8, 2, 2, 2, CPU), 4096),
-    (plan_layer_norm_second_rows, (1, 64, None, 2, 4, CPU), 8192),
-    *(
-        (plan_log_softmax, ((1, 64, None), False, itemsize, max(itemsize, 4), inputs, CPU, outputs), most)
-        for itemsize, inputs, outputs, most in (
-            *((4, 1, 1, 32768), (8, 1, 1, 8192), (4, 3, 1, 16384), (4, 3, 3, 8192)),
-            # Two tensors that wait for a sum do so in their own dtype, a fourth one or a second result in float32.
-            *((2, 3, 1, 32768), (2, 2, 2, 16384), (2, 4, 1, 16384)),
-        )
-    ),
-]
-
-
-@pytest.mark.parametrize("planner, arguments, most", BOUNDARIES)
-def test_rows_are_swept_where_they_do_not_fit(planner, arguments, most):
-    for cols in (most, most + 1):
-        of_cols = ((1, 64, cols) if arg == (1, 64, None) else cols if arg is None else arg for arg in arguments)
-        plan = planner(*of_cols)
-        assert plan.looped == (cols > most)
-    # Rows of second order that have their sums beside them, of any length, odd ones too; a quarter of float64.
-    for itemsize, most in ((2, 8192), (4, 8192), (8, 1024)):
-        plans = [plan_layer_norm_second_sums(1, 64, n, itemsize, 4, 3, 3, CPU) for n in (most - 1, most, most + 1)]
-        assert [plan.looped for plan in plans] == [False, False, True]
-
-
-@pytest.mark.parametrize("chip", CHIPS.values(), ids=lambda chip: chip.name)
-def test_bounds_of_registers_leave_room_for_the_programs_of_a_plan(chip):
-    is_amd, found = chip.name == "gfx942", []
-    for function, arguments in requests_of_rows_and_channels(chip):
-        plan = function(*arguments)
-        if not isinstance(plan, RowPlan | SumPlan):
-            continue
-        options = row_options(plan, chip)
-        assert options.pop("num_warps") == plan.num_warps
-        threads = plan.resident * plan.num_warps * chip.warp_size
-        assert not options if is_amd or not plan.resident else 64 <= options["maxnreg"] <= chip.registers // threads
-        found += options.values()
-    assert {*found} == (set() if is_amd else {64, 128})
-
-
-def test_registers_are_bound_only_where_a_program_more_fits():
-    chip = CHIPS["sm_90"]
-    rows = RowPlan(1, 8192, 16, False, resident=2)
-    # The tuner's candidates: what each thread may have is more than a thread can, and less than a kernel needs.
-    bounds = {8: 128, 16: 64, 4: None, 32: None}
-    for num_warps, bound in bounds.items():
-        assert row_options(dataclasses.replace(rows, num_warps=num_warps), chip).get("maxnreg") == bound
-    # Left alone, the compiler takes more than room for two programs for two rows to a program of 16 warps, for several
-    # rows of sums, and for the sums of second order of eight warps. Elsewhere it leaves enough, and takes a bound for
-    # leave to use more.
-    for plan, bound in (
-        (plan_layer_norm_rows(1, 8192, 8192, 2, 2, 2, 2, chip), 64),
-        (plan_layer_norm_rows(1, 8192, 4096, 2, 2, 2, 2, chip), None),
-        (plan_layer_norm_params(1, 8192, 768, 2, chip), 128),
-        (plan_layer_norm_params(1, 8192, 256, 2, chip), None),
-        (plan_layer_norm_params(1, 8192, 4096, 2, chip), None),
-        (plan_layer_norm_params(1, 8192, 16384, 2, chip), None),
-        (plan_layer_norm_second_sums(1, 8192, 4096, 2, 3, 1, 1, chip), 128),
-        (plan_layer_norm_second_sums(1, 8192, 768, 2, 3, 1, 1, chip), None),
-        (plan_layer_norm_second_sums(1, 8192, 4096, 2, 4, 2, 2, chip), None),
-        (plan_layer_norm_second_sums(1, 8192, 4096, 4, 3, 1, 1, chip), None),
-        (plan_layer_norm_second_sums(1, 8192, 8192, 2, 3, 1, 1, chip), None),
-    ):
-        assert row_options(plan, chip).get("maxnreg") == bound, plan
-
-
-@pytest.mark.parametrize(
-    "num_cols, most",
-    [(cols, 2) for cols in (24, 256, 512, 768, 1024, 1600, 2048, 4096, 8192)] + [(640, 8), (1152, 4), (1280, 4)],
-)
-def test_partial_rows_are_two_for_each_processor_where_tiles_are_filled(num_cols, most):
-    for chip, num_rows in itertools.product(CHIPS.values(), (8192 * 32, 8192 * 256)):
-        plan = plan_layer_norm_params(1, num_rows, num_cols, 2, chip)
-        threads = plan.num_splits / chip.num_processors * plan.num_warps * chip.warp_size
-        # That of AMD has threads for half as many more, and warps of twice as many.
-        assert threads <= limits_of(chip).resident_threads
-        assert plan.num_splits <= (3 if chip.name == "gfx942" else 1) * most * chip.num_processors
 
 
 def test_plans_follow_the_limits_and_the_chip_in_force():

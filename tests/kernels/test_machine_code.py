@@ -12,7 +12,6 @@ import pytest
 import triton
 
 from perf.machine_code import rules
-from perf.machine_code.compare import compared, figures_of
 from perf.machine_code.rules import all_broken, broken_rules
 from perf.machine_code.table import Row, read_table, read_version
 from primitives.kernels.runtime.chips import CHIPS
@@ -109,14 +108,6 @@ def test_amd_loads_ahead_what_nvidia_copies_ahead_case_by_case() -> None:
     assert "x2048 bfloat16 forward): nothing is loaded ahead" in problem
     tables["gfx942"].append(other)
     assert not list(all_broken(tables))
-
-
-def test_a_comparison_counts_what_is_worse_in_the_variant_that_has_most() -> None:
-    heading = "kernel,case,registers,spills,narrow"
-    old = [heading, "a,x 1 forward,40,0,0", "b,x 1 forward,40,8,0", "c,x 1 forward,9,0,0"]
-    new = [heading, "a,x 1 forward,32,0,0", "a,x 1 forward,48,0,0", "b,x 1 forward,41,0,0"]
-    found = compared(figures_of(old), figures_of(new))
-    assert list(found.values()) == ["2 of 3", "0 / 1 / 1", "1 / 1 / 0", "0 / 2 / 0"]
 
 
 LONG, SHORT = ("layer_norm_fwd_kernel", "layer_norm 4096x16384 bfloat16"), "layer_norm 4096x8192 bfloat16"

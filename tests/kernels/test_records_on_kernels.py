@@ -8,12 +8,11 @@ import torch
 
 import primitives as pr
 from perf.ops import CASES, FAMILIES
-from perf.ops.attention import CAUSAL_ATTENTION, MASKED_ATTENTION
 from perf.ops.samples import DTYPES
 from primitives.kernels.runtime.limits import Limits, use_limits
 from tests.call_properties import check_call, check_vmap_of_call, fullest
 from tests.properties import check_jvp, check_nesting, check_outputs, check_vjp, lie_anew, second_order
-from tests.support import dtype_id, nestings
+from tests.support import dtype_id
 
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 # Other ops on the same primitives call the kernels of these, and their calls are checked one by one.
@@ -96,37 +95,8 @@ def test_vmap_over_half_of_the_arguments_and_all(case, device):
         check_vmap_of_call(call, -1, filter(len, (range(0, count, 2), range(1, count, 2), range(count))))
 
 
-# Derivatives of order three and more launch no kernels of their own: of these one by day. All arguments at once take
-# the others of order two below.
-DAILY = ("ff", "rf", "frf")
-OPTIONS = {"masked": MASKED_ATTENTION, "causal": CAUSAL_ATTENTION}
-NIGHTLY = [
-    *[(case.name, case, word) for case in CASES for word in (*nestings(2, 3), "rffr") if word not in DAILY],
-    *[(name, case, word) for name, case in OPTIONS.items() for word in nestings(2, 3)],
-]
-
-
+# Rules call the same operators on every implementation, and `test_nestings` holds those of all orders.
 @pytest.mark.usefixtures("backend")
-@pytest.mark.parametrize(
-    "case, word",
-    [
-        *[pytest.param(case, word, id=f"{case.name}-{word}") for case in FAMILIES for word in DAILY],
-        *[pytest.param(*each, id=f"{name}-{each[1]}", marks=pytest.mark.nightly) for name, *each in NIGHTLY],
-    ],
-)
-def test_nestings_in_the_input(case, word, device):
-    check_nesting(case, device, word, (0,) * len(word))
-
-
-# By day each family takes one of the two words, whose kernels are those of the calls above.
-@pytest.mark.usefixtures("backend")
-@pytest.mark.parametrize(
-    "case, word",
-    [
-        pytest.param(case, word, id=f"{case.name}-{word}", marks=[pytest.mark.nightly] * ((i + j) % 2))
-        for i, case in enumerate(FAMILIES)
-        for j, word in enumerate(["rr", "fr"])
-    ],
-)
-def test_nestings_in_all_arguments_at_once(case, word, device):
-    check_nesting(case, device, word, None)
+@every_family
+def test_a_nesting_in_the_input(case, device):
+    check_nesting(case, device, "frf", (0, 0, 0))
