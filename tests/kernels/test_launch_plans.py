@@ -11,6 +11,7 @@ import torch
 
 from primitives.kernels.attention._plan import plan_attention
 from primitives.kernels.batch_norm._plan import (
+    channel_programs,
     plan_channel_merge,
     plan_channel_sums,
     plan_channel_transform,
@@ -21,7 +22,7 @@ from primitives.kernels.norms._second_plan import plan_layer_norm_second_rows, p
 from primitives.kernels.rows.map_plan import plan_log_softmax
 from primitives.kernels.rows.plan import plan_param_reduce
 from primitives.kernels.runtime import planned as _planned
-from primitives.kernels.runtime.arithmetic import next_power_of_2
+from primitives.kernels.runtime.arithmetic import cdiv, next_power_of_2
 from primitives.kernels.runtime.chips import CHIPS, chip_from_properties, use_chip
 from primitives.kernels.runtime.limits import limits_of, use_limits
 
@@ -175,6 +176,66 @@ def test_candidates_are_within_the_chip_and_differ(chip, monkeypatch):
     assert names == {function.__name__ for function, _ in requests(chip)}
     # On NVIDIA two stages fetch nothing ahead, three fetch a step.
     assert stages == set(range(1, 4 if chip.name == "gfx942" else 5))
+
+
+# How many programs share a row or a sum is an argument of kernels, which no table of machine code has.
+
+
+@pytest.mark.parametrize("chip", CHIPS.values(), ids=lambda chip: chip.name)
+@pytest.mark.parametrize("num_cols", [131072, 128256, 262144, 100000])
+def test_few_long_rows_are_split(chip, num_cols):
+    # Segments count as rows.
+    assert plan_layer_norm_rows(160, 8, num_cols, 2, 2, 2, 2, chip).col_splits == 1
+    for num_rows in (1, 8, 50, 2 * chip.num_processors - 1, 2 * chip.num_processors, 8192):
+        for plan in (
+            plan_layer_norm_rows(1, num_rows, num_cols, 2, 1, 1, 2, chip),
+            plan_layer_norm_second_rows(1, num_rows, num_cols, 2, 4, chip),
+            plan_log_softmax((1, num_rows, num_cols), False, 2, 4, 1, chip),
+        ):
+            assert plan.looped
+            if num_rows >= 2 * chip.num_processors:
+                assert plan.col_splits == 1
+                continue
+            num_tiles = cdiv(num_cols, plan.block_cols)
+            per_split = cdiv(num_tiles, plan.col_splits)
+            assert (plan.col_splits - 1) * per_split < num_tiles, "a split without columns"
+            assert plan.col_splits <= 32
+            # About four programs for each processor, or as many splits as there can be of whole tiles.
+            most = cdiv(num_tiles, cdiv(num_tiles, min(32, num_tiles)))
+            assert num_rows * plan.col_splits >= 2 * chip.num_processors or plan.col_splits == most
+            assert num_rows * (plan.col_splits - 1) < 4 * chip.num_processors
+
+
+@pytest.mark.parametrize("chip", CHIPS.values(), ids=lambda chip: chip.name)
+@pytest.mark.parametrize("spatial_inner, num_inputs", [(True, 1), (True, 2), (False, 1), (False, 2), (True, 4)])
+def test_programs_of_a_reduction_fill_their_slots(chip, spatial_inner, num_inputs):
+    for num_channels, align, itemsize in itertools.product((64, 100, 256, 1000), (1, 16), (2, 4, 8)):
+        sizes = (1, 64, num_channels, 56 * 56) if spatial_inner else (1, 1, num_channels, 64 * 56 * 56)
+        plan = plan_channel_sums(sizes, spatial_inner, align, itemsize, chip, num_inputs, num_inputs == 1)
+        slots = channel_programs(spatial_inner, num_inputs, num_inputs == 1, itemsize, chip) * chip.num_processors
+        # As many as the registers of the table of machine code leave room for: `test_machine_code` writes them out.
+        waves = cdiv(plan.num_blocks * plan.num_splits, plan.num_resident)
+        steps = waves * cdiv(plan.num_tiles, plan.num_splits)
+        # Shared memory may have room for fewer.
+        assert slots / 2 <= plan.num_resident <= slots
+        programs, tiles = plan.num_blocks * plan.num_splits, plan.num_blocks * plan.num_tiles
+        assert tiles >= 0.75 * steps * min(programs, plan.num_resident), (num_channels, align, itemsize)
+        # Fewer than fit only where each would have a few tiles.
+        assert programs >= 0.75 * plan.num_resident or tiles < 6 * plan.num_resident, (num_channels, align, itemsize)
+        assert plan.num_warps * chip.warp_size <= 256
+
+
+@pytest.mark.parametrize(
+    "num_cols, most",
+    [(cols, 2) for cols in (24, 256, 512, 768, 1024, 1600, 2048, 4096, 8192)] + [(640, 8), (1152, 4), (1280, 4)],
+)
+def test_partial_rows_are_two_for_each_processor_where_tiles_are_filled(num_cols, most):
+    for chip, num_rows in itertools.product(CHIPS.values(), (8192 * 32, 8192 * 256)):
+        plan = plan_layer_norm_params(1, num_rows, num_cols, 2, chip)
+        threads = plan.num_splits / chip.num_processors * plan.num_warps * chip.warp_size
+        # That of AMD has threads for half as many more, and warps of twice as many.
+        assert threads <= limits_of(chip).resident_threads
+        assert plan.num_splits <= (3 if chip.name == "gfx942" else 1) * most * chip.num_processors
 
 
 def test_plans_follow_the_limits_and_the_chip_in_force():
