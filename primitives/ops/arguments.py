@@ -1,8 +1,4 @@
-"""Checks of the functional API: typed errors that name the operation, the argument, what is required and what came.
-
-Beside the check of an operation stands `is_plain_...`, which is asked first, since a training step asks it for every
-layer: plain numbers, and tensors of one dtype and device that fit, pass the check too. All other calls go the long way.
-"""
+"""Checks of the functional API: typed errors that name the operation, the argument, what is required and what came."""
 
 from __future__ import annotations
 
@@ -34,7 +30,7 @@ def _is_integer(value: object) -> bool:
 
 def number(op_name: str, name: str, value: float) -> None:
     """Raise unless `value` is a number."""
-    if not isinstance(value, (int, float, torch.SymFloat, torch.SymInt)):
+    if type(value) is not float and not isinstance(value, (int, float, torch.SymFloat, torch.SymInt)):
         raise DtypeError(f"{op_name}: {name} must be a number, got {type(value).__name__}.")
 
 
@@ -48,6 +44,13 @@ def floating(op_name: str, label: str, dtype: torch.dtype, hint: str = "") -> No
 
 def _pair(op_name: str, label: str, x: Tensor, shape: tuple[int, ...], what: str, **pair: Tensor | None) -> None:
     """Raise unless both of a pair have this shape, one dtype, and a dtype and device that go with those of `x`."""
+    dtype, device = x.dtype, x.device
+    for value in pair.values():
+        if value is not None and (value.dtype != dtype or value.shape != shape or value.device != device):
+            break
+    else:
+        # Asked first: a training step asks for every layer.
+        return
     given = {name: value for name, value in pair.items() if value is not None}
     for name, value in given.items():
         if tuple(value.shape) != shape:
@@ -69,28 +72,9 @@ def _pair(op_name: str, label: str, x: Tensor, shape: tuple[int, ...], what: str
         raise DtypeError(f"{op_name}: {' and '.join(given)} must have the same dtype, got {listed}.")
 
 
-def _go_with(x: Tensor, shape: Any, *values: Any) -> bool:
-    """Whether every value is `None` or a dense tensor of this shape, with the dtype and device of `x`."""
-    dtype, device, strided = x.dtype, x.device, torch.strided
-    for value in values:
-        if value is not None and not (
-            isinstance(value, torch.Tensor)
-            and value.dtype == dtype
-            and value.shape == shape
-            and value.device == device
-            and value.layout is strided
-        ):
-            return False
-    return dtype in FLOATING
-
-
-def _is_dense(x: Tensor) -> bool:
-    return x.layout is torch.strided and not x.is_nested
-
-
 def normalized_shape(op_name: str, shape: Sequence[int]) -> tuple[int, ...]:
     """`shape` as a tuple, checked to be a non-empty sequence of sizes."""
-    if not isinstance(shape, Sequence):
+    if not isinstance(shape, (tuple, Sequence)):
         raise DtypeError(
             f"{op_name}: normalized_shape must be a sequence of ints, got {type(shape).__name__}. "
             "Write (n,) for one axis."
@@ -98,7 +82,7 @@ def normalized_shape(op_name: str, shape: Sequence[int]) -> tuple[int, ...]:
     if len(shape) == 0:
         raise ShapeError(f"{op_name}: normalized_shape must name at least one axis, got [].")
     for size in shape:
-        if not _is_integer(size):
+        if type(size) is not int and not _is_integer(size):
             raise DtypeError(
                 f"{op_name}: normalized_shape must be a sequence of ints, got one with a {type(size).__name__}."
             )
@@ -113,7 +97,7 @@ def module_shape(name: str, shape: Any) -> tuple[int, ...]:
 def layer_norm(op_name: str, label: str, x: Tensor, shape: tuple[int, ...], **params: Tensor | None) -> None:
     """Raise unless `x` and the parameters fit `shape` and one another."""
     floating(op_name, label, x.dtype)
-    if tuple(x.shape[-len(shape) :]) != shape:
+    if x.shape[-len(shape) :] != shape:
         wanted = ", ".join(["*", *map(str, shape)])
         raise ShapeError(
             f"{op_name}: {label} must have shape [{wanted}] (normalized_shape={_list(shape)}), got {_list(x.shape)}."
@@ -153,16 +137,6 @@ def of_samples(op_name: str, label: str, x: Tensor, norm_ndim: int, **pair: Any)
     _pair(op_name, label, x, tuple(param.shape), f"that of {first}", **pair)
 
 
-def is_plain_layer_norm(x: Any, shape: Any, weight: Any, bias: Any, eps: Any) -> bool:
-    """Whether this passes `layer_norm`, and needs no look at trees."""
-    if not (type(eps) is float and isinstance(x, torch.Tensor) and isinstance(shape, tuple) and shape and _is_dense(x)):
-        return False
-    for size in shape:
-        if type(size) is not int:
-            return False
-    return x.shape[-len(shape) :] == shape and _go_with(x, shape, weight, bias)
-
-
 def group_norm(label: str, x: Tensor, num_groups: int, **params: Tensor | None) -> None:
     """Raise unless `num_groups` divides the channels of `x`, and the parameters go with these."""
     floating("group_norm", label, x.dtype)
@@ -186,21 +160,6 @@ def group_norm(label: str, x: Tensor, num_groups: int, **params: Tensor | None) 
 def _values_per_group(x: Tensor, num_groups: int) -> int:
     """As torch counts them: over all samples."""
     return math.prod(x.shape[2:], start=x.shape[0] * x.shape[1] // num_groups)
-
-
-def is_plain_group_norm(x: Any, num_groups: Any, weight: Any, bias: Any, eps: Any) -> bool:
-    """Whether this passes `group_norm`, and needs no look at trees."""
-    return (
-        type(eps) is float
-        and type(num_groups) is int
-        and isinstance(x, torch.Tensor)
-        and _is_dense(x)
-        and x.dim() >= BATCH_NORM_MIN_DIM
-        and num_groups > 0
-        and x.shape[1] % num_groups == 0
-        and _values_per_group(x, num_groups) != 1
-        and _go_with(x, x.shape[1:2], weight, bias)
-    )
 
 
 def instance_norm(
@@ -297,36 +256,6 @@ def batch_norm(
         )
 
 
-def is_plain_batch_norm(
-    x: Any,
-    running_mean: Any,
-    running_var: Any,
-    weight: Any,
-    bias: Any,
-    training: Any,
-    momentum: Any,
-    eps: Any,
-    residual: Any = None,
-) -> bool:
-    """Whether this passes `batch_norm`, and `added` with a residual, and needs no look at trees.
-
-    In training that has more than one sample, a positive eps, and running statistics that do not require grad.
-    """
-    if not (
-        type(eps) is float
-        and type(momentum) is float
-        and isinstance(x, torch.Tensor)
-        and _is_dense(x)
-        and x.dim() >= BATCH_NORM_MIN_DIM
-        and (running_mean is None) == (running_var is None)
-        and (eps > 0.0 and x.shape[0] > 1 if training else running_mean is not None)
-        and _go_with(x, x.shape[1:2], running_mean, running_var, weight, bias)
-        and (residual is None or (_go_with(x, x.shape, residual) and _is_dense(residual)))
-    ):
-        return False
-    return not training or running_mean is None or not (running_mean.requires_grad or running_var.requires_grad)
-
-
 def softmax(
     op_name: str, label: str, x: Tensor, dim: int | None, dtype: torch.dtype | None, mask: Tensor | None = None
 ) -> None:
@@ -363,18 +292,6 @@ def _mask(op_name: str, label: str, x: Tensor, dtype: torch.dtype | None, mask: 
             f"{op_name}: mask must have dtype bool, true where a position takes part, or one of float16, bfloat16 and "
             f"float32, or float64 beside float64, got {mask.dtype} for {label} of dtype {x.dtype}."
         )
-
-
-def is_plain_softmax(x: Any, dim: Any, dtype: Any) -> bool:
-    """Whether this passes `softmax` without a mask, and needs no look at trees."""
-    return (
-        dtype is None
-        and type(dim) is int
-        and isinstance(x, torch.Tensor)
-        and _is_dense(x)
-        and -x.dim() <= dim < x.dim()
-        and x.dtype in FLOATING
-    )
 
 
 def probability(op_name: str, p: float, name: str = "p") -> None:

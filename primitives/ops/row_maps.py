@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from primitives._core import Primitive, value_and_jvp
-from primitives.ops.rules import accumulation_dtype, batch_all, bind_kernels, called, define, empty_output, second_order
+from primitives.ops.rules import accumulation_dtype, batch_all, bind_family, called, define, empty_output, second_order
 
 # Of contiguous tensors in the dtype of sums, and of the options.
 Formula = Callable[..., Tensor]
@@ -95,8 +95,7 @@ class RowMap:
             schema = f"(Tensor y_bar, {tensors}, {dots}, {of_vjp}) -> Tensor x_bar_dot"
             self._make("bwd_jvp", schema, self._run_bwd_jvp)
             self._define_second_order(is_symmetric=jvp is None)
-        for suffix, op in self.ops.items():
-            bind_kernels(op, f"{room}.{value.name}", f"{value.name}_{suffix}")
+        bind_family(f"{room}.{value.name}", value.name, *self.ops.values())
         batch_all(*self.ops.values(), counter=counter)
 
     def _make(self, suffix: str, schema: str, run: Callable[[_Formulas, dict[str, Any]], Any], *first: str) -> None:

@@ -63,6 +63,12 @@ def masked(x: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     return (u + mask.to(x.dtype)).masked_fill(mask == -torch.inf, -torch.inf)
 
 
+def bind_family(module: str, prefix: str, value: Primitive, *ops: Primitive, **constants: bool | int) -> None:
+    """`bind_kernels` of operators named after `value`: `<prefix>_fwd` for that, `<prefix>_bwd` for its `_bwd`."""
+    for op in (value, *ops):
+        bind_kernels(op, module, f"{prefix}{op.name.removeprefix(value.name) or '_fwd'}", **constants)
+
+
 def bind_kernels(op: Primitive, module: str, name: str, **constants: bool | int) -> None:
     """Make the launcher `name` of `kernels.<module>` the CUDA kernel of `op`.
 
@@ -130,6 +136,57 @@ def output_in_float32(primals: Any) -> Any:
 
 
 # Derivatives.
+
+
+def derivatives(
+    value: Primitive, kept: str, wrt: str, options: str, *, second: str = "", keeps: str = ""
+) -> list[Primitive]:
+    """The operators `<value>_bwd` and `<value>_jvp`, by which `value` gets its rules, and perhaps `<value>_bwd_jvp`.
+
+    With bars and dots that are named after results and arguments,
+
+        bwd       (y_bar, *kept, *options, bool[] output_mask) -> x_bar of each argument
+        jvp       (*kept, x_dot of each argument, *options) -> y_dot
+        bwd_jvp   (y_bar, *kept, y_bar_dot, *dots, *options, bool[] output_mask) -> x_bar_dot of each argument
+
+    Args:
+        value: The operator.
+        kept: The arguments and results of `value` that all three take.
+        wrt: The arguments that derivatives are taken of.
+        options: Other arguments, as in a schema.
+        second: The arguments whose tangents `bwd_jvp` takes; none where it is not asked for.
+        keeps: What bwd and jvp keep beside tensors that are named here, for their own derivatives.
+    """
+    spec, own, args = value.spec, kept.split(), wrt.split()
+    types = {text.split()[1]: text.split()[0] for text in spec.schema.split(") -> ")[0][1:].split(", ")}
+    results = spec.differentiable_outputs
+    maybe, parens = ("Tensor?", "({})") if len(results) > 1 else ("Tensor", "{}")
+
+    def listed(kind: str, names: Sequence[str], end: str) -> str:
+        return ", ".join(f"{kind} {name}{end}" for name in names)
+
+    bars, dots = listed(maybe, results, "_bar"), listed("Tensor?", args, "_dot")
+    of = ", ".join(f"{types.get(name, 'Tensor')} {name}" for name in own)
+    schemas = {
+        "bwd": f"({bars}, {of}, {options}, bool[] output_mask) -> ({listed('Tensor', args, '_bar')})",
+        "jvp": f"({of}, {dots}, {options}) -> {parens.format(listed('Tensor', results, '_dot'))}",
+    }
+    if second:
+        moved = f"{listed('Tensor?', results, '_bar_dot')}, {listed('Tensor?', second.split(), '_dot')}"
+        bars_dot = listed("Tensor", args, "_bar_dot")
+        schemas["bwd_jvp"] = f"({bars}, {of}, {moved}, {options}, bool[] output_mask) -> ({bars_dot})"
+    residuals = {
+        "bwd": [*(f"{name}_bar" for name in results), *own],
+        "jvp": [*own, *(f"{name}_dot" for name in args)],
+    }
+    ops = []
+    for suffix, schema in schemas.items():
+        more = [name for name in keeps.split() if f" {name}" in schema]
+        saved, cached = [*residuals[suffix], *more] if suffix in residuals else [], set(own) & {*spec.outputs}
+        name, namespace = f"{value.name}_{suffix}", spec.namespace
+        ops.append(Primitive(name, schema, residuals=saved, cached=[*cached], decomposable=True, namespace=namespace))
+    first_order(value, *ops[:2])
+    return ops
 
 
 def first_order(value: Primitive, bwd: Primitive, jvp: Primitive) -> None:

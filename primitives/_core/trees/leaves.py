@@ -133,10 +133,12 @@ def check_like(function: str, label: str, leaf: Any, wanted_label: str, wanted: 
         raise DeviceError(f"{function}: {label} must be on {wanted.device} ({wanted_label}), got {leaf.device}.")
 
 
-def _are_tensors(values: Iterable[Any]) -> bool:
+def _are_dense_tensors(values: Iterable[Any]) -> bool:
     # A loop, because all() over a generator takes three times as long as the question.
-    for value in values:  # noqa: SIM110
-        if value is not None and not isinstance(value, torch.Tensor):
+    for value in values:
+        if value is not None and not (
+            isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_nested
+        ):
             return False
     return True
 
@@ -177,8 +179,7 @@ def map_tensors(
         raise DtypeError(f"{op_name}: {root} must be a tensor, got NoneType.")
     if isinstance(tree, torch.Tensor):
         values = prefixes.values()
-        if _are_tensors(values):
-            _require_dense_tensors(op_name, (root, *prefixes), (tree, *values))
+        if _are_dense_tensors((tree, *values)):
             check(root, tree, *values)
             return compute(tree, *values)
     leaves, treespec = optree.tree_flatten(cast("Any", tree), none_is_leaf=True, namespace=namespace)

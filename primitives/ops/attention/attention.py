@@ -40,34 +40,21 @@ from primitives._core import Primitive
 from primitives.ops.attention.blocks import in_blocks
 from primitives.ops.attention.cpu_attention import flash, flash_bwd
 from primitives.ops.attention.rows import Problem, Rows, flipped, noised
-from primitives.ops.rules import accumulation_dtype, batch_all, bind_kernels, empty_output, first_order
+from primitives.ops.rules import accumulation_dtype, batch_all, bind_family, derivatives, empty_output
 
 # The arguments that say what attends to what, and what no derivative reaches.
 OPTIONS = "Tensor? mask, Tensor? seed, Tensor? offset, float scale, bool causal, float dropout_p"
 NAMES = ("q", "k", "v", "bias")
-DOTS = tuple(f"{name}_dot" for name in NAMES)
 
 attention_p = Primitive(
     "attention",
     f"(Tensor q, Tensor k, Tensor v, Tensor? bias, {OPTIONS}) -> (Tensor o, Tensor lse)",
     residuals=("q", "k", "v", "bias", "mask", "seed", "offset", "o", "lse"),
 )
-attention_bwd_p = Primitive(
-    "attention_bwd",
-    "(Tensor? o_bar, Tensor? lse_bar, Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor o, Tensor lse,"
-    f" {OPTIONS}, bool[] output_mask) -> (Tensor q_bar, Tensor k_bar, Tensor v_bar, Tensor bias_bar)",
-    residuals=("o_bar", "lse_bar", "q", "k", "v", "bias", "o", "lse", "mask", "seed", "offset"),
-    cached=("o", "lse"),
-    decomposable=True,
+attention_bwd_p, attention_jvp_p = derivatives(
+    attention_p, "q k v bias o lse", "q k v bias", OPTIONS, keeps="mask seed offset o_dot lse_dot"
 )
-attention_jvp_p = Primitive(
-    "attention_jvp",
-    "(Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor o, Tensor lse, Tensor? q_dot, Tensor? k_dot, Tensor? v_dot,"
-    f" Tensor? bias_dot, {OPTIONS}) -> (Tensor o_dot, Tensor lse_dot)",
-    residuals=(*NAMES, "o", "lse", *DOTS, "mask", "seed", "offset", "o_dot", "lse_dot"),
-    cached=("o", "lse"),
-    decomposable=True,
-)
+_ops = (attention_p, attention_bwd_p, attention_jvp_p)
 
 
 # Reference: for a block of rows at a time, on whose length no result depends.
@@ -226,14 +213,7 @@ def _attention_jvp_cpu(*args: Any) -> tuple[Tensor, ...]:
     return jvp(problem_of(attention_jvp_p, args, in_place=True)[0])
 
 
-bind_kernels(attention_p, "attention.attention", "attention_fwd")
-bind_kernels(attention_bwd_p, "attention.attention", "attention_bwd")
-bind_kernels(attention_jvp_p, "attention.attention", "attention_jvp")
-
-
-# Derivatives.
-
-first_order(attention_p, attention_bwd_p, attention_jvp_p)
+bind_family("attention.attention", "attention", *_ops)
 
 
 @attention_p.def_autocast("cpu")
@@ -247,6 +227,5 @@ def _attention_autocast(primals: Any) -> Any:
     return primals._replace(**cast)
 
 
-# Batching: the batch is one more first axis of every tensor.
-
-batch_all(attention_p, attention_bwd_p, attention_jvp_p)
+# The batch is one more first axis of every tensor.
+batch_all(*_ops)

@@ -27,28 +27,15 @@ import torch
 from torch import Tensor
 
 from primitives._core import LabelError, Primitive, value_and_jvp
-from primitives.ops.rules import accumulation_dtype, batch_all, bind_kernels, define, empty_output, first_order
+from primitives.ops.rules import accumulation_dtype, batch_all, bind_family, define, derivatives, empty_output
 
 cross_entropy_p = Primitive(
     "cross_entropy",
     "(Tensor x, Tensor target, int dim, float smoothing) -> (Tensor loss, Tensor lse)",
     residuals=("x", "target", "lse"),
 )
-cross_entropy_bwd_p = Primitive(
-    "cross_entropy_bwd",
-    "(Tensor? loss_bar, Tensor? lse_bar, Tensor x, Tensor target, Tensor lse, int dim, float smoothing,"
-    " bool[] output_mask) -> (Tensor x_bar, Tensor target_bar)",
-    residuals=("loss_bar", "lse_bar", "x", "target", "lse"),
-    cached=("lse",),
-    decomposable=True,
-)
-cross_entropy_jvp_p = Primitive(
-    "cross_entropy_jvp",
-    "(Tensor x, Tensor target, Tensor lse, Tensor? x_dot, Tensor? target_dot, int dim, float smoothing)"
-    " -> (Tensor loss_dot, Tensor lse_dot)",
-    residuals=("x", "target", "lse", "x_dot", "target_dot"),
-    cached=("lse",),
-    decomposable=True,
+cross_entropy_bwd_p, cross_entropy_jvp_p, cross_entropy_bwd_jvp_p = derivatives(
+    cross_entropy_p, "x target lse", "x target", "int dim, float smoothing", second="x target"
 )
 cross_entropy_fwd_jvp_p = value_and_jvp(cross_entropy_p, cross_entropy_jvp_p)
 
@@ -206,22 +193,11 @@ define(cross_entropy_bwd_p, _cotangents, terms_of, terms_on_cpu)
 define(cross_entropy_jvp_p, _tangents, terms_of, terms_on_cpu)
 
 
-# Kernels.
+# Kernels, and batches: one more axis beside that of the classes.
 
-bind_kernels(cross_entropy_p, "losses.cross_entropy", "cross_entropy_fwd")
-bind_kernels(cross_entropy_bwd_p, "losses.cross_entropy", "cross_entropy_bwd")
-bind_kernels(cross_entropy_jvp_p, "losses.cross_entropy", "cross_entropy_jvp")
-bind_kernels(cross_entropy_fwd_jvp_p, "losses.cross_entropy", "cross_entropy_fwd_jvp")
-
-
-# Derivatives.
-
-first_order(cross_entropy_p, cross_entropy_bwd_p, cross_entropy_jvp_p)
-
-
-# Batching: the batch is one more axis beside that of the classes.
-
-batch_all(cross_entropy_p, cross_entropy_bwd_p, cross_entropy_jvp_p, cross_entropy_fwd_jvp_p, counter="dim")
+_ops = (cross_entropy_p, cross_entropy_bwd_p, cross_entropy_jvp_p, cross_entropy_fwd_jvp_p, cross_entropy_bwd_jvp_p)
+bind_family("losses.cross_entropy", "cross_entropy", *_ops)
+batch_all(*_ops, counter="dim")
 
 
 # Labels.

@@ -24,24 +24,15 @@ from typing import Any
 
 from torch import Tensor
 
-from primitives._core import Primitive
 from primitives.ops.losses.cross_entropy import (
     Terms,
+    cross_entropy_bwd_jvp_p,
     cross_entropy_bwd_p,
     cross_entropy_jvp_p,
     terms_of,
     terms_on_cpu,
 )
-from primitives.ops.rules import batch_all, bind_kernels, define, empty_output, second_order
-
-cross_entropy_bwd_jvp_p = Primitive(
-    "cross_entropy_bwd_jvp",
-    "(Tensor? loss_bar, Tensor? lse_bar, Tensor x, Tensor target, Tensor lse, Tensor? loss_bar_dot,"
-    " Tensor? lse_bar_dot, Tensor? x_dot, Tensor? target_dot, int dim, float smoothing, bool[] output_mask)"
-    " -> (Tensor x_bar_dot, Tensor target_bar_dot)",
-    cached=("lse",),
-    decomposable=True,
-)
+from primitives.ops.rules import define, empty_output, second_order
 
 
 def _tangents_of_cotangents(terms: Terms, call: Any) -> tuple[Tensor, Tensor]:
@@ -71,8 +62,4 @@ def _tangents_of_cotangents(terms: Terms, call: Any) -> tuple[Tensor, Tensor]:
 
 
 define(cross_entropy_bwd_jvp_p, _tangents_of_cotangents, terms_of, terms_on_cpu)
-bind_kernels(cross_entropy_bwd_jvp_p, "losses.cross_entropy", "cross_entropy_bwd_jvp")
-
-
 second_order(cross_entropy_bwd_p, cross_entropy_jvp_p, cross_entropy_bwd_jvp_p)
-batch_all(cross_entropy_bwd_jvp_p, counter="dim")

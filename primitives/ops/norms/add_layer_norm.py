@@ -34,7 +34,15 @@ from primitives.ops.norms.layer_norm import (
     layer_norm_p,
     rows,
 )
-from primitives.ops.rules import accumulation_dtype, batch_rows, bind_kernels, cast_to_float32, computed, empty_output
+from primitives.ops.rules import (
+    accumulation_dtype,
+    batch_rows,
+    bind_family,
+    cast_to_float32,
+    computed,
+    define,
+    empty_output,
+)
 
 add_layer_norm_p = Primitive(
     "add_layer_norm",
@@ -94,104 +102,56 @@ def _added(
     return terms[0].to(like.dtype, copy=True, memory_format=torch.contiguous_format)
 
 
-@add_layer_norm_p.def_reference
-def _add_layer_norm_reference(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    seed: Tensor | None,
-    p: float,
-    y_dtype: torch.dtype,
-    norm_ndim: int,
-    batch_ndim: int,
-    eps: float,
-    centered: bool,
-    rounded: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    s = _added(residual, x, seed, p, batch_ndim, residual)
-    options = (norm_ndim, batch_ndim, eps, centered)
-    if not rounded or s.dtype == y_dtype:
-        y, mean, rstd = layer_norm_p(s, weight, bias, *options, rounded, 0)
-        return y.to(y_dtype), s, mean, rstd
+def _value(_: tuple, c: Any) -> tuple[Tensor, ...]:
+    s, options = _added(c.residual, c.x, c.seed, c.p, c.batch_ndim, c.residual), _of_norm(c)
+    if not c.rounded or s.dtype == c.y_dtype:
+        y, mean, rstd = layer_norm_p(s, c.weight, c.bias, *options, c.rounded, 0)
+        return y.to(c.y_dtype), s, mean, rstd
     # Layer norm rounds x_hat to the dtype of s.
     norm = rows(s, *options, 0)
-    y = norm.scaled(norm.x_hat.to(y_dtype).to(norm.dtype), weight)
-    y = y if bias is None else y + norm.param(bias)
-    return y.to(y_dtype), s, norm.statistic(norm.mean), norm.statistic(norm.rstd)
+    y = norm.scaled(norm.x_hat.to(c.y_dtype).to(norm.dtype), c.weight)
+    y = y if c.bias is None else y + norm.param(c.bias)
+    return y.to(c.y_dtype), s, norm.statistic(norm.mean), norm.statistic(norm.rstd)
 
 
-@add_layer_norm_bwd_p.def_reference
-def _add_layer_norm_bwd_reference(
-    y_bar: Tensor,
-    s_bar: Tensor | None,
-    s: Tensor,
-    weight: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
-    seed: Tensor | None,
-    p: float,
-    norm_ndim: int,
-    batch_ndim: int,
-    eps: float,
-    centered: bool,
-    output_mask: list[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    want_x, want_residual, *want_params = output_mask
+def _cotangents(_: tuple, c: Any) -> tuple[Tensor, ...]:
+    want_x, want_residual, *want_params = c.output_mask
     # In the dtype of sums, since what layer norm gives is added to before it is rounded.
-    acc, options = accumulation_dtype(s.dtype), (norm_ndim, batch_ndim, eps, centered)
-    given = (y_bar.to(acc), s.to(acc), _in(acc, weight), mean, rstd)
-    bar, *param_bars = layer_norm_bwd_p(*given, *options, 0, (want_x or want_residual, *want_params))
-    x_bar = residual_bar = empty_output(s)
+    acc = accumulation_dtype(c.s.dtype)
+    given = (c.y_bar.to(acc), c.s.to(acc), _in(acc, c.weight), c.mean, c.rstd)
+    bar, *param_bars = layer_norm_bwd_p(*given, *_of_norm(c), 0, (want_x or want_residual, *want_params))
+    x_bar = residual_bar = empty_output(c.s)
     if want_residual:
-        residual_bar = _added(s_bar, bar, None, p, batch_ndim, s)
+        residual_bar = _added(c.s_bar, bar, None, c.p, c.batch_ndim, c.s)
     if want_x:
-        bar = bar if s_bar is None else bar + s_bar.to(acc)
-        x_bar = _added(None, bar, seed, p, batch_ndim, y_bar)
-    dtype = acc if weight is None else weight.dtype
-    weight_bar, bias_bar = (
-        bar.to(dtype) if want else empty_output(s) for bar, want in zip(param_bars, want_params, strict=True)
-    )
-    return x_bar, residual_bar, weight_bar, bias_bar
+        bar = bar if c.s_bar is None else bar + c.s_bar.to(acc)
+        x_bar = _added(None, bar, c.seed, c.p, c.batch_ndim, c.y_bar)
+    dtype = acc if c.weight is None else c.weight.dtype
+    pairs = zip(param_bars, want_params, strict=True)
+    return x_bar, residual_bar, *(bar.to(dtype) if want else empty_output(c.s) for bar, want in pairs)
 
 
-@add_layer_norm_jvp_p.def_reference
-def _add_layer_norm_jvp_reference(
-    s: Tensor,
-    weight: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
-    x_dot: Tensor | None,
-    residual_dot: Tensor | None,
-    weight_dot: Tensor | None,
-    bias_dot: Tensor | None,
-    seed: Tensor | None,
-    p: float,
-    y_dtype: torch.dtype,
-    norm_ndim: int,
-    batch_ndim: int,
-    eps: float,
-    centered: bool,
-) -> tuple[Tensor, Tensor]:
-    acc = accumulation_dtype(s.dtype)
-    wide, params = s.to(acc), [_in(acc, param) for param in (weight, weight_dot, bias_dot)]
-    moves = x_dot is not None or residual_dot is not None
+def _tangents(_: tuple, c: Any) -> tuple[Tensor, Tensor]:
+    acc = accumulation_dtype(c.s.dtype)
+    wide, params = c.s.to(acc), [_in(acc, param) for param in (c.weight, c.weight_dot, c.bias_dot)]
+    moves = c.x_dot is not None or c.residual_dot is not None
     # The tangent of y takes that of s before it is rounded.
-    dot = _added(residual_dot, x_dot, seed, p, batch_ndim, wide) if moves else None
-    s_dot = s.new_zeros(s.shape) if dot is None else dot.to(s.dtype, copy=True)
+    dot = _added(c.residual_dot, c.x_dot, c.seed, c.p, c.batch_ndim, wide) if moves else None
+    s_dot = c.s.new_zeros(c.s.shape) if dot is None else dot.to(c.s.dtype, copy=True)
     if not (moves or params[1:] != [None, None]):
-        return s.new_zeros(s.shape, dtype=y_dtype), s_dot
-    options = (norm_ndim, batch_ndim, eps, centered)
-    y_dot = layer_norm_jvp_p(wide, params[0], mean, rstd, dot, *params[1:], *options, 0)
-    return y_dot.to(y_dtype), s_dot
+        return c.s.new_zeros(c.s.shape, dtype=c.y_dtype), s_dot
+    y_dot = layer_norm_jvp_p(wide, params[0], c.mean, c.rstd, dot, *params[1:], *_of_norm(c), 0)
+    return y_dot.to(c.y_dtype), s_dot
 
 
-# Triton's kernels; on the CPU those of layer norm and sums.
+_of_sum = {add_layer_norm_p: _value, add_layer_norm_bwd_p: _cotangents, add_layer_norm_jvp_p: _tangents}
+for _op, _formula in _of_sum.items():
+    define(_op, _formula, lambda _: ())
 
-bind_kernels(add_layer_norm_p, "norms.add_layer_norm", "add_layer_norm_fwd")
-bind_kernels(add_layer_norm_bwd_p, "norms.add_layer_norm", "add_layer_norm_bwd")
-bind_kernels(add_layer_norm_jvp_p, "norms.add_layer_norm", "add_layer_norm_jvp")
-bind_kernels(add_layer_norm_fwd_jvp_p, "norms.add_layer_norm", "add_layer_norm_fwd_jvp")
+# Triton's kernels; on the CPU those of layer norm and sums. Batches as in layer norm; each sample with noise has its
+# own, and counts its elements alone.
+bind_family("norms.add_layer_norm", "add_layer_norm", *_of_sum, add_layer_norm_fwd_jvp_p)
+batch_rows(*_of_sum, add_layer_norm_fwd_jvp_p)
 
 
 # Derivatives.
@@ -278,11 +238,6 @@ def _add_layer_norm_bwd_jvp(residuals: Any, tangents: Any) -> tuple[Tensor | Non
     if want_residual:
         residual_bar_dot = bar_dot
     return x_bar_dot, residual_bar_dot, *param_dots
-
-
-# Batching: as in layer norm; each sample with noise has its own, and counts its elements alone.
-
-batch_rows(add_layer_norm_p, add_layer_norm_bwd_p, add_layer_norm_jvp_p, add_layer_norm_fwd_jvp_p)
 
 
 @add_layer_norm_p.def_autocast("cuda")

@@ -29,7 +29,15 @@ from primitives.ops.norms.aten import (
 )
 from primitives.ops.norms.channels import channels, contiguous_like, update_running
 from primitives.ops.norms.norm_map import norm_map
-from primitives.ops.rules import LOW_PRECISION, accumulation_dtype, batch_all, bind_kernels, empty_output, fold_batch
+from primitives.ops.rules import (
+    LOW_PRECISION,
+    accumulation_dtype,
+    batch_all,
+    bind_family,
+    bind_kernels,
+    empty_output,
+    fold_batch,
+)
 
 batch_norm_p = Primitive(
     "batch_norm",
@@ -100,10 +108,7 @@ def _batch_norm_by_aten(
 operators = norm_map(batch_norm_p, "int batch_ndim, float eps", functools.partial(channels, of=ChannelsByAten))
 batch_norm_bwd_p, batch_norm_jvp_p, batch_norm_fwd_jvp_p, batch_norm_double_backward_p, batch_norm_bwd_jvp_p = operators
 
-bind_kernels(batch_norm_p, "batch_norm.batch_norm", "batch_norm_train_fwd")
-bind_kernels(batch_norm_bwd_p, "batch_norm.batch_norm", "batch_norm_train_bwd")
-bind_kernels(batch_norm_jvp_p, "batch_norm.batch_norm", "batch_norm_train_jvp")
-bind_kernels(batch_norm_fwd_jvp_p, "batch_norm.batch_norm", "batch_norm_train_fwd_jvp")
+bind_family("batch_norm.batch_norm", "batch_norm_train", batch_norm_p, *operators[:3])
 bind_kernels(batch_norm_double_backward_p, "batch_norm.batch_norm", "batch_norm_double_backward")
 bind_kernels(batch_norm_bwd_jvp_p, "batch_norm.batch_norm", "batch_norm_bwd_jvp")
 

@@ -26,7 +26,7 @@ from primitives._core import Primitive
 from primitives.ops.norms.aten import RunningByAten, in_dtype_of_sums, is_well_conditioned
 from primitives.ops.norms.channels import channels, contiguous_like
 from primitives.ops.norms.formulas import Norm, Running
-from primitives.ops.rules import accumulation_dtype, batch_all, bind_kernels, define, empty_output, first_order
+from primitives.ops.rules import accumulation_dtype, batch_all, bind_family, define, derivatives, empty_output
 
 batch_norm_eval_p = Primitive(
     "batch_norm_eval",
@@ -35,18 +35,11 @@ batch_norm_eval_p = Primitive(
     residuals=("x", "weight", "running_mean", "running_var"),
     recomputable=True,
 )
-batch_norm_eval_bwd_p = Primitive(
-    "batch_norm_eval_bwd",
-    "(Tensor y_bar, Tensor x, Tensor? weight, Tensor running_mean, Tensor running_var, int batch_ndim, float eps,"
-    " bool[] output_mask)"
-    " -> (Tensor x_bar, Tensor weight_bar, Tensor bias_bar, Tensor running_mean_bar, Tensor running_var_bar)",
-    decomposable=True,
-)
-batch_norm_eval_jvp_p = Primitive(
-    "batch_norm_eval_jvp",
-    "(Tensor x, Tensor? weight, Tensor running_mean, Tensor running_var, Tensor? x_dot, Tensor? weight_dot,"
-    " Tensor? bias_dot, Tensor? running_mean_dot, Tensor? running_var_dot, int batch_ndim, float eps) -> Tensor y_dot",
-    decomposable=True,
+batch_norm_eval_bwd_p, batch_norm_eval_jvp_p = derivatives(
+    batch_norm_eval_p,
+    "x weight running_mean running_var",
+    "x weight bias running_mean running_var",
+    "int batch_ndim, float eps",
 )
 
 
@@ -107,18 +100,8 @@ def _batch_norm_eval_by_aten(
     return torch.native_batch_norm(contiguous_like(x, x, 0), weight, bias, mean, var, False, 0.0, eps)[0]
 
 
-# Triton's kernels.
+# Triton's kernels, and batches, which multiply the channels.
 
-bind_kernels(batch_norm_eval_p, "batch_norm.batch_norm", "batch_norm_eval_fwd")
-bind_kernels(batch_norm_eval_bwd_p, "batch_norm.batch_norm", "batch_norm_eval_bwd")
-bind_kernels(batch_norm_eval_jvp_p, "batch_norm.batch_norm", "batch_norm_eval_jvp")
-
-
-# Derivatives.
-
-first_order(batch_norm_eval_p, batch_norm_eval_bwd_p, batch_norm_eval_jvp_p)
-
-
-# Batching: the batch multiplies the channels.
-
-batch_all(batch_norm_eval_p, batch_norm_eval_bwd_p, batch_norm_eval_jvp_p, counter="batch_ndim")
+_ops = (batch_norm_eval_p, batch_norm_eval_bwd_p, batch_norm_eval_jvp_p)
+bind_family("batch_norm.batch_norm", "batch_norm_eval", *_ops)
+batch_all(*_ops, counter="batch_ndim")

@@ -251,9 +251,7 @@ def batch_norm(
             return cast("PyTree", recorded(torch.batch_norm(cast("Tensor", input), *options)))
         except RuntimeError:
             pass  # A check of this package says what is wrong.
-    if not arguments.is_plain_batch_norm(*given):
-        return _batch_norm_tree("batch_norm", given, namespace).output
-    return batch_norm_of_tensors(*given, in_place=True)[0]
+    return _batch_norm_tree("batch_norm", given, namespace).output
 
 
 def batch_norm_relu(
@@ -308,6 +306,4 @@ def batch_norm_relu(
                 [1.5000]])
     """
     given: Any = (input, running_mean, running_var, weight, bias, training, momentum, eps)
-    if arguments.is_plain_batch_norm(*given, residual=residual):
-        return batch_norm_of_tensors(*given, in_place=True, relu=True, residual=residual)[0]
     return _batch_norm_tree("batch_norm_relu", given, namespace, residual).output

@@ -37,7 +37,14 @@ from primitives.ops.norms.batch_norm import (
 )
 from primitives.ops.norms.batch_norm_eval import batch_norm_eval_bwd_p, batch_norm_eval_jvp_p, batch_norm_eval_p
 from primitives.ops.norms.channels import contiguous_like
-from primitives.ops.rules import accumulation_dtype, batch_all, bind_kernels, computed, empty_output, first_order
+from primitives.ops.rules import (
+    accumulation_dtype,
+    batch_all,
+    bind_family,
+    computed,
+    empty_output,
+    first_order,
+)
 
 
 def through(y: Tensor, v: Tensor) -> Tensor:
@@ -143,17 +150,12 @@ def _with_relu(
         op.def_reference(by(of.rule("reference")))
         if "cpu" in of.rules.kernels:
             op.def_kernel("cpu")(by(of.rules.cpu))
-    bind_kernels(value, "batch_norm.batch_norm", f"{launcher}_fwd", relu=True)
-    bind_kernels(value_bwd, "batch_norm.batch_norm", f"{launcher}_bwd")
-    bind_kernels(value_jvp, "batch_norm.batch_norm", f"{launcher}_jvp")
+    with_tangent = [] if both is None else [both]
+    bind_family("batch_norm.batch_norm", launcher, value, value_bwd, value_jvp, *with_tangent, relu=True)
     first_order(value, value_bwd, value_jvp)
     # The batch multiplies the channels.
-    batch_all(value_bwd, value_jvp, counter="batch_ndim")
-    if both is None:
-        batch_all(value, counter="batch_ndim")
-    else:
-        bind_kernels(both, "batch_norm.batch_norm", f"{launcher}_fwd_jvp", relu=True)
-        batch_state(value, both)
+    batch_all(value_bwd, value_jvp, *([] if is_training else [value]), counter="batch_ndim")
+    batch_state(*([value, *with_tangent] if is_training else []))
     return value, value_bwd, value_jvp, both
 
 

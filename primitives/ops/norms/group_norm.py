@@ -80,13 +80,15 @@ def group_norm(
     """
     if activation not in (None, "silu"):
         raise ValueError(f'group_norm: activation must be None or "silu", got {activation!r}.')
-    if arguments.is_plain_group_norm(input, num_groups, weight, bias, eps):
+    # Torch's backward fails for a bias without a weight, and its function takes a single value in a group.
+    is_torchs = type(eps) is float and type(num_groups) is int and activation is None
+    if is_torchs and (weight is None) == (bias is None) and is_plain_on_cpu(input, weight, bias):
         x: Any = input
-        # Torch's backward fails for a bias without a weight.
-        is_torchs = activation is None and (weight is None) == (bias is None) and x.numel() > 0
-        if is_torchs and is_plain_on_cpu(x, weight, bias) and x.is_contiguous():
-            return cast("PyTree", torch.group_norm(x, num_groups, weight, bias, eps))
-        return group_norm_of_tensors(input, num_groups, weight, bias, eps, activation)[0]
+        if x.numel() > num_groups and x.is_contiguous():
+            try:
+                return cast("PyTree", torch.group_norm(x, num_groups, weight, bias, eps))
+            except (RuntimeError, IndexError):
+                pass  # A check of this package says what is wrong.
     arguments.number("group_norm", "eps", eps)
 
     def check(label: str, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:

@@ -32,10 +32,10 @@ from primitives.ops.norms.layer_norm import layer_norm_bwd_jvp_p, layer_norm_bwd
 from primitives.ops.rules import (
     accumulation_dtype,
     batch_rows,
-    bind_kernels,
+    bind_family,
     cast_to_float32,
+    derivatives,
     empty_output,
-    first_order,
     second_order,
 )
 
@@ -47,21 +47,8 @@ group_norm_silu_p = Primitive(
     statistics=("mean", "rstd"),
     recomputable=True,
 )
-group_norm_silu_bwd_p = Primitive(
-    "group_norm_silu_bwd",
-    "(Tensor y_bar, Tensor x, Tensor? weight, Tensor? bias, Tensor mean, Tensor rstd, int batch_ndim, float eps,"
-    " int grouped, bool[] output_mask) -> (Tensor x_bar, Tensor weight_bar, Tensor bias_bar)",
-    residuals=("y_bar", "x", "weight", "bias", "mean", "rstd"),
-    cached=("mean", "rstd"),
-    decomposable=True,
-)
-group_norm_silu_jvp_p = Primitive(
-    "group_norm_silu_jvp",
-    "(Tensor x, Tensor? weight, Tensor? bias, Tensor mean, Tensor rstd, Tensor? x_dot, Tensor? weight_dot,"
-    " Tensor? bias_dot, int batch_ndim, float eps, int grouped) -> Tensor y_dot",
-    residuals=("x", "weight", "bias", "mean", "rstd", "x_dot", "weight_dot", "bias_dot"),
-    cached=("mean", "rstd"),
-    decomposable=True,
+group_norm_silu_bwd_p, group_norm_silu_jvp_p = derivatives(
+    group_norm_silu_p, "x weight bias mean rstd", "x weight bias", "int batch_ndim, float eps, int grouped"
 )
 group_norm_silu_fwd_jvp_p = value_and_jvp(group_norm_silu_p, group_norm_silu_jvp_p)
 
@@ -125,16 +112,10 @@ for op, formula, of_norm in (
     sloped = torch.ops.aten.silu_backward.default
     op.def_kernel("cpu")(functools.partial(formula, sloped, *[p.rules.cpu for p in (layer_norm_p, of_norm)]))
 
-_LAUNCHED = {"norm_ndim": _NORM_NDIM, "silu": True}
-bind_kernels(group_norm_silu_p, "norms.layer_norm", "layer_norm_fwd", **_LAUNCHED)
-bind_kernels(group_norm_silu_bwd_p, "norms.layer_norm", "layer_norm_bwd", **_LAUNCHED)
-bind_kernels(group_norm_silu_jvp_p, "norms.layer_norm", "layer_norm_jvp", **_LAUNCHED)
-bind_kernels(group_norm_silu_fwd_jvp_p, "norms.layer_norm", "layer_norm_fwd_jvp", **_LAUNCHED)
-
-
-# Derivatives.
-
-first_order(group_norm_silu_p, group_norm_silu_bwd_p, group_norm_silu_jvp_p)
+_ops = (group_norm_silu_p, group_norm_silu_bwd_p, group_norm_silu_jvp_p, group_norm_silu_fwd_jvp_p)
+bind_family("norms.layer_norm", "layer_norm", *_ops, norm_ndim=_NORM_NDIM, silu=True)
+batch_rows(*_ops)
+group_norm_silu_p.def_autocast("cuda")(cast_to_float32)
 
 
 def _bwd_jvp(output_mask: Sequence[bool], value: Callable[[str], Any]) -> tuple[Tensor, ...]:
@@ -159,7 +140,3 @@ def _bwd_jvp(output_mask: Sequence[bool], value: Callable[[str], Any]) -> tuple[
 
 
 second_order(group_norm_silu_bwd_p, group_norm_silu_jvp_p, _bwd_jvp)
-
-
-batch_rows(group_norm_silu_p, group_norm_silu_bwd_p, group_norm_silu_jvp_p, group_norm_silu_fwd_jvp_p)
-group_norm_silu_p.def_autocast("cuda")(cast_to_float32)

@@ -30,7 +30,15 @@ from primitives.ops import arguments
 from primitives.ops.norms.aten import RowsByAten, in_dtype_of_sums, is_well_conditioned
 from primitives.ops.norms.formulas import Norm
 from primitives.ops.norms.norm_map import norm_map
-from primitives.ops.rules import LOW_PRECISION, batch_rows, bind_kernels, cast_to_float32, weight_beside, with_layout
+from primitives.ops.rules import (
+    LOW_PRECISION,
+    batch_rows,
+    bind_family,
+    bind_kernels,
+    cast_to_float32,
+    weight_beside,
+    with_layout,
+)
 
 layer_norm_p = Primitive(
     "layer_norm",
@@ -99,10 +107,7 @@ def _layer_norm_by_aten(x: Tensor, weight: Tensor | None, bias: Tensor | None, *
 operators = norm_map(layer_norm_p, "int norm_ndim, int batch_ndim, float eps, bool centered, int grouped", rows)
 layer_norm_bwd_p, layer_norm_jvp_p, layer_norm_fwd_jvp_p, layer_norm_double_backward_p, layer_norm_bwd_jvp_p = operators
 
-bind_kernels(layer_norm_p, "norms.layer_norm", "layer_norm_fwd")
-bind_kernels(layer_norm_bwd_p, "norms.layer_norm", "layer_norm_bwd")
-bind_kernels(layer_norm_jvp_p, "norms.layer_norm", "layer_norm_jvp")
-bind_kernels(layer_norm_fwd_jvp_p, "norms.layer_norm", "layer_norm_fwd_jvp")
+bind_family("norms.layer_norm", "layer_norm", layer_norm_p, *operators[:3])
 bind_kernels(layer_norm_double_backward_p, "norms.layer_norm_second_order", "layer_norm_double_backward")
 bind_kernels(layer_norm_bwd_jvp_p, "norms.layer_norm_second_order", "layer_norm_bwd_jvp")
 
@@ -169,8 +174,6 @@ def layer_norm(
             return cast("PyTree", recorded(torch.layer_norm(*given)))
         except (RuntimeError, TypeError):
             pass  # A check of this package says what is wrong.
-    if arguments.is_plain_layer_norm(input, normalized_shape, weight, bias, eps):
-        return layer_norm_p(input, weight, bias, len(normalized_shape), 0, eps, True, False, 0)[0]
     shape = arguments.normalized_shape("layer_norm", normalized_shape)
     arguments.number("layer_norm", "eps", eps)
 

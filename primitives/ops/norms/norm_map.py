@@ -9,11 +9,7 @@ from typing import Any, NamedTuple
 from primitives._core import Primitive, value_and_jvp
 from primitives.ops.norms.aten import is_well_conditioned
 from primitives.ops.norms.formulas import Norm
-from primitives.ops.rules import define, first_order, second_order
-
-_NORM = "Tensor x, Tensor? weight, Tensor mean, Tensor rstd"
-_DOTS = "Tensor? x_dot, Tensor? weight_dot, Tensor? bias_dot"
-_BARS = "Tensor x_bar, Tensor weight_bar, Tensor bias_bar"
+from primitives.ops.rules import define, derivatives, second_order
 
 
 class NormMap(NamedTuple):
@@ -43,36 +39,16 @@ def norm_map(value: Primitive, options: str, norm: Callable[..., Norm]) -> NormM
         norm: `(x, *options)`, the norm with its axes. It takes mean and rstd from x again, so that derivatives of the
             references reach it.
     """
-
-    def made(suffix: str, schema: str, kept: str = "") -> Primitive:
-        residuals = tuple(kept.split())
-        return Primitive(
-            f"{value.name}_{suffix}", schema, residuals=residuals, cached=("mean", "rstd"), decomposable=True
-        )
-
-    masked = f"{options}, bool[] output_mask"
-    ops = NormMap(
-        bwd=made("bwd", f"(Tensor y_bar, {_NORM}, {masked}) -> ({_BARS})", "y_bar x weight mean rstd"),
-        jvp=(
-            jvp := made(
-                "jvp",
-                f"({_NORM}, {_DOTS}, {options}) -> Tensor y_dot",
-                "x weight mean rstd x_dot weight_dot bias_dot",
-            )
-        ),
-        fwd_jvp=value_and_jvp(value, jvp),
-        double_backward=made(
-            "double_backward",
-            f"(Tensor y_bar, {_NORM}, {_DOTS}, {masked}) -> (Tensor y_bar_bar, Tensor x_bar,"
-            " Tensor weight_bar, Tensor x_dot_bar, Tensor weight_dot_bar, Tensor bias_dot_bar)",
-        ),
-        bwd_jvp=made(
-            "bwd_jvp",
-            f"(Tensor y_bar, {_NORM}, Tensor? y_bar_dot, Tensor? x_dot, Tensor? weight_dot, {masked})"
-            " -> (Tensor x_bar_dot, Tensor weight_bar_dot, Tensor bias_bar_dot)",
-        ),
+    bwd, jvp, bwd_jvp = derivatives(value, "x weight mean rstd", "x weight bias", options, second="x weight")
+    double_backward = Primitive(
+        f"{value.name}_double_backward",
+        f"(Tensor y_bar, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, Tensor? x_dot, Tensor? weight_dot,"
+        f" Tensor? bias_dot, {options}, bool[] output_mask) -> (Tensor y_bar_bar, Tensor x_bar, Tensor weight_bar,"
+        " Tensor x_dot_bar, Tensor weight_dot_bar, Tensor bias_dot_bar)",
+        cached=("mean", "rstd"),
+        decomposable=True,
     )
-
+    ops = NormMap(bwd, jvp, value_and_jvp(value, jvp), double_backward, bwd_jvp)
     get = attrgetter("x", *[option.split()[-1] for option in options.split(", ")])
     every = attrgetter("y_bar", "weight", "x_dot", "weight_dot", "bias_dot", "output_mask")
 
@@ -88,6 +64,5 @@ def norm_map(value: Primitive, options: str, norm: Callable[..., Norm]) -> NormM
     defined(ops.jvp, lambda of, c: of.result(*of.jvp(c.weight, c.x_dot, c.weight_dot, c.bias_dot)))
     defined(ops.double_backward, lambda of, c: of.double_backward(*every(c)))
     defined(ops.bwd_jvp, lambda of, c: of.bwd_jvp(c.y_bar, c.weight, c.y_bar_dot, c.x_dot, c.weight_dot, c.output_mask))
-    first_order(value, ops.bwd, ops.jvp)
     second_order(ops.bwd, ops.jvp, ops.bwd_jvp, ops.double_backward)
     return ops

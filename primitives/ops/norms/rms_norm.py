@@ -69,11 +69,14 @@ def rms_norm(
         Zhang, Sennrich, "Root Mean Square Layer Normalization", arXiv:1910.07467, 2019.
     """
     number = 0.0 if eps is None else eps
-    if arguments.is_plain_layer_norm(input, normalized_shape, weight, None, number):
+    is_torchs = type(number) is float and isinstance(normalized_shape, tuple) and not (add_one or cast_first)
+    if is_torchs and is_plain_on_cpu(input, weight):
         x: Any = input
-        if not add_one and not cast_first and is_plain_on_cpu(x, weight) and x.is_contiguous():
-            return cast("PyTree", torch.rms_norm(x, normalized_shape, weight, eps))
-        return _rms_norm(input, weight, len(normalized_shape), eps, add_one, cast_first)
+        if x.is_contiguous() and (weight is None or cast("Any", weight).dtype == x.dtype):
+            try:
+                return cast("PyTree", torch.rms_norm(x, normalized_shape, weight, eps))
+            except (RuntimeError, TypeError):
+                pass  # A check of this package says what is wrong.
     shape = arguments.normalized_shape("rms_norm", normalized_shape)
     arguments.number("rms_norm", "eps", number)
 

@@ -63,9 +63,6 @@ def log_softmax(
             return cast("PyTree", torch.log_softmax(x, cast("int", dim)))
         except IndexError:
             pass  # A check of this package says what is wrong.
-    if arguments.is_plain_softmax(input, dim, dtype):
-        axis: Any = dim
-        return log_softmax_p(x, axis % x.dim(), None)
 
     def compute(x: Tensor, axis: int, mask: Tensor | None) -> Tensor:
         return log_softmax_p(x, axis, dtype)
@@ -131,9 +128,6 @@ def softmax(
             return cast("PyTree", torch.softmax(x, cast("int", dim)))
         except IndexError:
             pass  # A check of this package says what is wrong.
-    if mask is None and type(scale) is float and arguments.is_plain_softmax(input, dim, dtype):
-        axis: Any = dim
-        return softmax_p(x, None, axis % x.dim(), scale, None)
     if isinstance(scale, torch.Tensor):
         raise DtypeError("softmax: scale must be a number, got a Tensor. Multiply input by it.")
     arguments.number("softmax", "scale", scale)
