@@ -7,6 +7,7 @@ what the forward pass has saved, too; its derivative is that of the pullback, a 
 from __future__ import annotations
 
 import contextlib
+import operator
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -54,6 +55,23 @@ def _in_a_vmap() -> bool:
 def _has_its_memory(x: Any) -> bool:
     """Whether its numbers are those in memory: compiled code reads no flags, and ends the process at a zero tensor."""
     return not (isinstance(x, torch.Tensor) and (x.is_neg() or x._is_zerotensor() or x.is_conj()))
+
+
+class _Guarded(list):
+    """What serves tensors of one kind: a guard in C++ looks at types, sizes, strides, flags, and what requires grad."""
+
+    def find(self, tensors: Sequence[Tensor]) -> Any:
+        """What serves these; `None` if nothing is known to."""
+        for guard, found in self:
+            if guard.check(*tensors):
+                return found
+        return None
+
+    def note(self, tensors: Sequence[Tensor], found: Any) -> None:
+        """Remember it; not for a tensor that is given twice, which no guard passes."""
+        guard = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+        if guard.check(*tensors):
+            self.append((guard, found))
 
 
 def _as_read(x: Tensor) -> Tensor:
@@ -106,7 +124,8 @@ class Compiled(Derived):
         self.seed = self.names.index(SEED)
         self._derived: dict[Any, Compiled] = {}
         self.joints: dict[Any, list[tuple[JointGraph, Joint]]] = {}
-        self._guarded: list[tuple[Any, Joint]] = []
+        # Programs of the value, and joint graphs of what is recorded.
+        self._ready, self._recording = _Guarded(), _Guarded()
 
     def tangents(self, values: Tensors) -> tuple[Tensor | None, ...]:
         """As the function that is compiled."""
@@ -137,8 +156,13 @@ class Compiled(Derived):
         if not _is_here():
             return tuple(self.inner(*tensors))
         with torch.no_grad() if torch.is_grad_enabled() else _NOTHING, _C._DisableAutocast():
-            given = [x if _has_its_memory(x) else _as_read(x) for x in tensors]
-            return tuple(self.program(given)(given))
+            if self.settings.dynamic or (program := self._ready.find(tensors)) is None:
+                given = tuple([x if _has_its_memory(x) else _as_read(x) for x in tensors])
+                program = self.program(given)
+                if not self.settings.dynamic and all(map(operator.is_, given, tensors)):
+                    self._ready.note(tensors, program)
+                tensors = given
+            return tuple(program([*tensors]))
 
     def program(self, tensors: Sequence[Tensor]) -> Program:
         """The program of the value, for these sizes."""
@@ -187,12 +211,10 @@ class Compiled(Derived):
 
     def _known(self, tensors: Sequence[Tensor]) -> tuple[Joint, Sequence[Tensor]]:
         """The joint graph for gradients of all that require any; by guards in C++, where sizes are numbers."""
-        joint = next((joint for guard, joint in self._guarded if guard.check(*tensors)), None)
-        if joint is None:
+        if self.settings.dynamic or (joint := self._recording.find(tensors)) is None:
             joint = self.joint(tensors, tuple([i for i, x in enumerate(tensors) if x.requires_grad]))
             if not self.settings.dynamic:
-                guard = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
-                self._guarded = [(guard, joint), *self._guarded]
+                self._recording.note(tensors, joint)
         return joint, joint.detached(tensors)
 
 
@@ -294,10 +316,14 @@ class Joint(Half):
         if wanted:
             forward, self._backward = joint.forward_graph(), joint.backward_graph().module
             name, num_bytes = f"{name}, forward", forward.saved_bytes
-            saved = {x.name: self.num + i for i, x in enumerate(forward.saved) if x.name not in self._primals}
+            # Views of an argument are made again.
+            self._views = _views(forward.graph, [x.name for x in forward.saved if x.is_input])
+            own = {*self._primals, *self._views}
+            saved = {x.name: self.num + i for i, x in enumerate(forward.saved) if x.name not in own}
             self._kept, self.num_kept = [*saved], len(saved)
             read = {node.name for node in self._backward.graph.find_nodes(op="placeholder") if node.users}
-            # Views of an argument are kept for it.
+            read.update(chain[0].all_input_nodes[0].name for chain in self._views.values())
+            # Of sizes that are symbols views are kept.
             memory = {_memory(self._values[each]) for each in self._kept}
             self.unread = frozenset(
                 i
@@ -305,7 +331,7 @@ class Joint(Half):
                 if each not in read and _memory(self._values[each]) not in memory
             )
             inputs = {each: self._values[each] for each in self._primals}
-            module: Any = cut(forward.module, inputs, [*range(self.num), *saved.values()], {})
+            module: Any = cut(forward.module, inputs, [*range(self.num), *saved.values()])
         super().__init__(function, len(function.names), module, function, name, function.names)
         self.shown = seconds, num_bytes
         self._constants = function.constants | ({*range(self.num + self.num_kept)} - {*signature.with_cotangent})
@@ -333,10 +359,23 @@ class Joint(Half):
             bars, is_given = [self._bars[k] for k in given], {name: k in given for k, name in self._bars.items()}
             inputs = {name: self._values[name] for name in (*self._primals, *bars, *self._kept)}
             places = [self._gradients.index(i) for i in wanted]
-            module = cut(self._backward, inputs, places, is_given)
+            module = cut(self._backward, inputs, places, is_given, self._views)
             if module is not None:
                 names, name = [*pullback.names, *self._kept], f"{self.whole.name}, backward"
                 half = Resumed(pullback, num_tensors + len(given), module, self, name, names)
                 half.num_tensors = num_tensors
             self._halves.setdefault(key, half)
         return self._halves[key]
+
+
+def _views(graph: fx.Graph, names: Sequence[str]) -> dict[str, list[fx.Node]]:
+    """For nodes that have the memory of an argument: the views that make them of it."""
+    found = {}
+    for node in graph.nodes:
+        if node.name in names and node.op != "placeholder":
+            chain = [node]
+            while len(inputs := chain[0].all_input_nodes) == 1 and inputs[0].op != "placeholder":
+                chain.insert(0, inputs[0])
+            if len(inputs) == 1:
+                found[node.name] = chain
+    return found

@@ -182,19 +182,30 @@ def joint_graph(
     return joint
 
 
+_NONE: Mapping[str, Any] = {}
+
+
 def cut(
-    module: fx.GraphModule, inputs: Mapping[str, Any], places: Sequence[int], cotangents: Mapping[str, bool]
+    module: fx.GraphModule,
+    inputs: Mapping[str, Any],
+    places: Sequence[int],
+    cotangents: Mapping[str, bool] = _NONE,
+    views: Mapping[str, Sequence[fx.Node]] = _NONE,
 ) -> fx.GraphModule | None:
     """Those results of a graph that are at `places`, as a function of `inputs`, names with values in the trace.
 
+    `views` are inputs of the graph that nodes of another one make of `inputs`.
     `cotangents` that are not given stand for zeros, and what is computed of these alone is left out; `None` if they
     meet others but in sums.
     """
-    graph, nodes = fx.Graph(), {}
+    graph, nodes, made = fx.Graph(), {}, {}
     by_name = {node.name: node for node in module.graph.find_nodes(op="placeholder")}
     for name, value in inputs.items():
-        nodes[by_name.get(name, name)] = placeholder = graph.placeholder(name)
-        placeholder.meta["val"] = value
+        nodes[by_name.get(name, name)] = made[name] = graph.placeholder(name)
+        made[name].meta["val"] = value
+    for name, chain in views.items():
+        for node in chain:
+            nodes[by_name[name]] = made[node.name] = graph.node_copy(node, lambda x: made[x.name])
     results: Any = graph.graph_copy(module.graph, nodes)
     graph.output([results[k] for k in places])
     graph.eliminate_dead_code()

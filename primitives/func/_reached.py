@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._C._dynamo.guards import dict_version
 
 
 class _Place(NamedTuple):
@@ -79,6 +80,7 @@ class Reached:
         self._reads = [places[0] for places in self.registered.values()]
         self._ties = [places for places in self.registered.values() if len(places) > 1]
         self._state = self._state_now()
+        self._seen: tuple[list[Any], list[int], list[Tensor]] = [], [-1], []
 
     def _walk(self, roots: Sequence[Any], takes: Callable[[Tensor], bool]) -> list[nn.Module]:
         modules: list[nn.Module] = []
@@ -136,17 +138,34 @@ class Reached:
         for place, value in self._links:
             if (now := place.get()) is not value and not _serves(now, value):
                 return None
+        registered = self._registered_now()
+        found = [place.get() for place in self.places]
+        for x in found:
+            if not isinstance(x, torch.Tensor):
+                return None
+        return None if registered is None else found + registered
+
+    def _registered_now(self) -> list[Tensor] | None:
+        """Parameters and buffers, asked for again where a dictionary of a module was written to."""
+        registries, versions, found = self._seen
+        # A call that lends a module exchanges all its attributes.
+        now = [*map(dict_version, map(vars, self.owners))]
+        if versions == [*now, *map(dict_version, registries)]:
+            return found
+        registries = [vars(x)[name] for x in self.owners for name in ("_parameters", "_buffers", "_modules")]
+        versions = [*now, *map(dict_version, registries)]
         if self._state_now() != self._state:
             return None
-        found = [place.get() for place in self.places]
-        found += [getattr(owner, registry).get(name) for owner, registry, name in self._reads]
+        found = [getattr(owner, registry).get(name) for owner, registry, name in self._reads]
         for places in self._ties:
             first, *others = (getattr(owner, registry).get(name) for owner, registry, name in places)
             if any(x is not first for x in others):
                 return None
-        for x in found:
-            if not isinstance(x, torch.Tensor):
-                return None
+        if not all(isinstance(x, torch.Tensor) for x in found):
+            return None
+        # Another thread may lend them meanwhile.
+        if now == [*map(dict_version, map(vars, self.owners))]:
+            self._seen = registries, versions, found
         return found
 
     def described(self) -> list[tuple[str, Any]]:
