@@ -12,7 +12,8 @@ from primitives import autograd, custom, decompositions, func, functional, nn, t
 from primitives._audit.function import audit
 from primitives._audit.report import AuditReport, Finding
 from primitives._compiled._api import compile
-from primitives._core import (
+from primitives._core.backend import current_backend, use_backend
+from primitives._core.errors import (
     AxisError,
     BackendError,
     CommunicationError,
@@ -26,8 +27,6 @@ from primitives._core import (
     ShapeError,
     TraceError,
     TreeError,
-    current_backend,
-    use_backend,
 )
 from primitives._core.naming import publish
 from primitives._repair.switch import is_repaired, repair_torch

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 import primitives as pr
-from primitives._core import BackendError, registered_primitives, triton_kernels_module
+from primitives._core import registered_primitives, triton_kernels_module
+from primitives._core.errors import BackendError
 
 TOLERANCE = 1e-9
 

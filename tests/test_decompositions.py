@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import grad, jacfwd, jacrev, jvp, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from primitives._core import MissingRuleError, Primitive
+from primitives._core import Primitive
 from primitives._core.decomposition import (
     decomposition_table,
     decomposition_table_for_jvp,
@@ -17,6 +17,7 @@ from primitives._core.decomposition import (
     register_decomposition,
     register_decomposition_for_jvp,
 )
+from primitives._core.errors import MissingRuleError
 from primitives.decompositions import decomposition_graph
 from tests.support import DOUBLE, plain_layer_norm, randn
 

@@ -35,18 +35,8 @@ def sync_batch_norm(
 ) -> Tensor:
     """Batch norm of `x` by the statistics of all processes of `group`; the running statistics move on, in place.
 
-    Args:
-        x: Input of this process, `[N, C, *spatial]`; N and the spatial axes may differ from process to process, and N
-            may be 0.
-        running_mean: Running mean, `[C]`, or `None` together with `running_var`.
-        running_var: Running variance.
-        weight: Scale, `[C]`, or `None`.
-        bias: Shift, `[C]`, or `None`.
-        training: True, the only mode.
-        momentum: Weight of this batch in the running statistics, a number or a tensor of one.
-        eps: Added to the variance.
-        module: The module that this is a call of; at its first call the processes compare what they pass.
-        group: Process group.
+    Arguments are those of `batch_norm`, in training. N and the spatial axes may differ from process to process, and N
+    may be 0. At the first call of `module` the processes compare what they pass.
     """
     name, state = "SyncBatchNorm", (running_mean, running_var)
     arguments.momentum(name, momentum)

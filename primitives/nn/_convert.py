@@ -21,7 +21,9 @@ _Change = type[torch.nn.Module] | Callable[..., Any]
 _Model = TypeVar("_Model", bound=torch.nn.Module)
 
 _COUNTERPARTS: dict[type[torch.nn.Module], type[torch.nn.Module]] = {
-    getattr(torch.nn, name): getattr(_modules, name) for name in _modules.__all__ if hasattr(torch.nn, name)
+    getattr(torch.nn, name): cls
+    for name, cls in vars(_modules).items()
+    if isinstance(cls, type) and issubclass(cls, OfThisPackage) and hasattr(torch.nn, name)
 }
 _COUNTERPARTS[torch.nn.SyncBatchNorm] = SyncBatchNorm
 _ORIGINALS = {ours: theirs for theirs, ours in _COUNTERPARTS.items()}

@@ -13,33 +13,6 @@ from primitives.nn._norms import batch_normed
 from primitives.nn._softmax import LogSoftmax, Softmax, Softmax2d, Softmin
 from primitives.ops import arguments
 
-__all__ = [
-    "BatchNorm1d",
-    "BatchNorm2d",
-    "BatchNorm3d",
-    "CrossEntropyLoss",
-    "Dropout",
-    "GroupNorm",
-    "InstanceNorm1d",
-    "InstanceNorm2d",
-    "InstanceNorm3d",
-    "LayerNorm",
-    "LazyBatchNorm1d",
-    "LazyBatchNorm2d",
-    "LazyBatchNorm3d",
-    "LazyInstanceNorm1d",
-    "LazyInstanceNorm2d",
-    "LazyInstanceNorm3d",
-    "LogSoftmax",
-    "NLLLoss",
-    "OfThisPackage",
-    "RMSNorm",
-    "Softmax",
-    "Softmax2d",
-    "Softmin",
-]
-
-
 _Device = torch.device | str | int | None
 
 

@@ -30,7 +30,7 @@ References:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -143,19 +143,32 @@ def without_results(op: Primitive, args: Sequence[Any]) -> tuple[Problem, Sequen
     return problem._replace(**dict.fromkeys(op.spec.cached)), output_mask
 
 
-@attention_p.def_reference
-def _attention_reference(*args: Any) -> tuple[Tensor, ...]:
-    return forward(problem_of(attention_p, args)[0])
+def define_attention(
+    op: Primitive,
+    formula: Callable[[Problem, Sequence[bool]], tuple[Tensor, ...]],
+    by_aten: Callable[[Problem, Sequence[bool]], tuple[Tensor, ...] | None] = lambda problem, output_mask: None,
+) -> None:
+    """Define `op` by a formula; on the CPU temporaries stay inside, and one call of ATen's comes first."""
+
+    def on_cpu(*args: Any) -> tuple[Tensor, ...]:
+        given = problem_of(op, args, in_place=True)
+        return by_aten(*given) or formula(*given)
+
+    op.def_reference(lambda *args: formula(*without_results(op, args)))
+    op.def_kernel("cpu")(on_cpu)
 
 
-@attention_bwd_p.def_reference
-def _attention_bwd_reference(*args: Any) -> tuple[Tensor, ...]:
-    return bwd(*without_results(attention_bwd_p, args))
+def _bwd_by_aten(problem: Problem, output_mask: Sequence[bool]) -> tuple[Tensor, ...] | None:
+    served = None if output_mask[3] else flash_bwd(problem)
+    if served is None:
+        return None
+    bars = [x if want else empty_output(problem.q) for x, want in zip(served, output_mask, strict=False)]
+    return (*bars, empty_output(problem.q))
 
 
-@attention_jvp_p.def_reference
-def _attention_jvp_reference(*args: Any) -> tuple[Tensor, ...]:
-    return jvp(without_results(attention_jvp_p, args)[0])
+define_attention(attention_p, lambda problem, _: forward(problem), lambda problem, _: flash(problem))
+define_attention(attention_bwd_p, bwd, _bwd_by_aten)
+define_attention(attention_jvp_p, lambda problem, _: jvp(problem))
 
 
 # Shapes.
@@ -171,48 +184,22 @@ def empty_statistic(q: Tensor) -> Tensor:
     return q.new_empty(q.shape[:-1], dtype=accumulation_dtype(q.dtype))
 
 
-@attention_p.def_fake
-def _attention_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+def empty_bars(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> list[Any]:
+    """Stand for cotangents, or tangents, of these."""
+    return [*[empty_rows(x, x.shape[-1]) for x in (q, k, v)], None if bias is None else bias.new_empty(bias.shape)]
+
+
+def _fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     return empty_rows(q, v.shape[-1]), empty_statistic(q)
 
 
 @attention_bwd_p.def_fake
-def _attention_bwd_fake(
-    o_bar: Any, lse_bar: Any, q: Tensor, k: Tensor, v: Tensor, bias: Any, *rest: Any
-) -> tuple[Tensor, ...]:
-    made: Any = (*[empty_rows(x, x.shape[-1]) for x in (q, k, v)], None if bias is None else bias.new_empty(bias.shape))
-    return tuple(x if want else empty_output(q) for x, want in zip(made, rest[-1], strict=True))
+def _bwd_fake(o_bar: Any, lse_bar: Any, *args: Any) -> tuple[Tensor, ...]:
+    return tuple(x if want else empty_output(args[0]) for x, want in zip(empty_bars(*args[:4]), args[-1], strict=True))
 
 
-@attention_jvp_p.def_fake
-def _attention_jvp_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    return empty_rows(q, v.shape[-1]), empty_statistic(q)
-
-
-# Kernels. The temporaries of those for the CPU stay inside.
-
-
-@attention_p.def_kernel("cpu")
-def _attention_cpu(*args: Any) -> tuple[Tensor, ...]:
-    problem, _ = problem_of(attention_p, args, in_place=True)
-    return flash(problem) or forward(problem)
-
-
-@attention_bwd_p.def_kernel("cpu")
-def _attention_bwd_cpu(*args: Any) -> tuple[Tensor, ...]:
-    problem, output_mask = problem_of(attention_bwd_p, args, in_place=True)
-    served = None if output_mask[3] else flash_bwd(problem)
-    if served is None:
-        return bwd(problem, output_mask)
-    bars = [x if want else empty_output(problem.q) for x, want in zip(served, output_mask, strict=False)]
-    return (*bars, empty_output(problem.q))
-
-
-@attention_jvp_p.def_kernel("cpu")
-def _attention_jvp_cpu(*args: Any) -> tuple[Tensor, ...]:
-    return jvp(problem_of(attention_jvp_p, args, in_place=True)[0])
-
-
+attention_p.def_fake(_fake)
+attention_jvp_p.def_fake(_fake)
 bind_family("attention.attention", "attention", *_ops)
 
 

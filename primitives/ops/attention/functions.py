@@ -248,19 +248,9 @@ def attention_of_tensors(
     scale: float | None,
     dropout_p: float,
 ) -> tuple[Tensor, Tensor]:
-    """O and lse of tensors that were checked, whose axes before the rows are broadcast.
+    """O and lse of tensors that were checked, whose axes before the rows are broadcast; arguments are `attention`'s.
 
-    Args:
-        q: Queries `[*batch, H, N, D]`, of which batch and heads may be missing.
-        k: Keys `[*batch, K, M, D]`, K 1 or a divisor of H.
-        v: Values `[*batch, K, M, E]`.
-        bias: Added to the scores, broadcast to `[*batch, H, N, M]`.
-        mask: True where a row sees a key, broadcast likewise.
-        seed: Key of the random stream, int64; None for no dropout.
-        offset: Block of the stream to begin at, or None.
-        causal: Whether row i sees the keys up to i alone.
-        scale: Factor of the products; None for `D ** -0.5`.
-        dropout_p: Probability that a weight is dropped.
+    Batch and heads may be missing, and without a seed nothing is dropped.
     """
     most = max(q.dim(), k.dim(), v.dim())
     num_axes = max(most, MIN_AXES)

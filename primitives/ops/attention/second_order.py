@@ -38,13 +38,13 @@ from primitives.ops.attention.attention import (
     OPTIONS,
     attention_bwd_p,
     attention_jvp_p,
+    define_attention,
+    empty_bars,
     empty_rows,
     empty_statistic,
     moving,
-    problem_of,
     products,
     turning,
-    without_results,
 )
 from primitives.ops.attention.blocks import in_blocks
 from primitives.ops.attention.rows import Problem, Rows, flipped, noised
@@ -115,30 +115,18 @@ def moved(
     return torch.addcmul(total, centered, turned, out=rows.over(total))
 
 
-@attention_double_backward_p.def_reference
-def _attention_double_backward_reference(*args: Any) -> tuple[Tensor, ...]:
-    return double_backward(*without_results(attention_double_backward_p, args))
-
-
-@attention_double_backward_p.def_kernel("cpu")
-def _attention_double_backward_cpu(*args: Any) -> tuple[Tensor, ...]:
-    return double_backward(*problem_of(attention_double_backward_p, args, in_place=True))
+define_attention(attention_double_backward_p, double_backward)
 
 
 @attention_double_backward_p.def_fake
-def _attention_double_backward_fake(*args: Any) -> tuple[Tensor, ...]:
-    (q, k, v, bias), output_mask = args[4:8], args[-1]
-
-    def bars() -> list[Any]:
-        return [*[empty_rows(x, x.shape[-1]) for x in (q, k, v)], None if bias is None else bias.new_empty(bias.shape)]
-
-    made = (empty_rows(q, v.shape[-1]), empty_statistic(q), *bars(), *bars())
+def _fake(*args: Any) -> tuple[Tensor, ...]:
+    q, output_mask, bars = args[4], args[-1], [empty_bars(*args[4:8]) for _ in range(2)]
+    made = (empty_rows(q, args[6].shape[-1]), empty_statistic(q), *bars[0], *bars[1])
     return tuple(x if want else empty_output(q) for x, want in zip(made, output_mask, strict=True))
 
 
-# Kernels.
-
 bind_kernels(attention_double_backward_p, "attention.attention", "attention_double_backward")
+batch_all(attention_double_backward_p)
 
 
 # The tangents of the backward are derivatives of L, too.
@@ -155,6 +143,3 @@ def _attention_bwd_jvp(residuals: Any, tangents: Any) -> tuple[Tensor, ...]:
         dots |= {"o_dot": t.o, "lse_dot": t.lse}
     mask = (False, False, *residuals.output_mask, *[False] * 4)
     return tuple(called(attention_double_backward_p, residuals, mask, **dots)[2:6])
-
-
-batch_all(attention_double_backward_p)

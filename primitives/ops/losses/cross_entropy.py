@@ -26,7 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from primitives._core import LabelError, Primitive, value_and_jvp
+from primitives._core import Primitive, value_and_jvp
+from primitives._core.errors import LabelError
 from primitives.ops.rules import accumulation_dtype, batch_all, bind_family, define, derivatives, empty_output
 
 cross_entropy_p = Primitive(

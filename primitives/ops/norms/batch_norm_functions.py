@@ -37,18 +37,7 @@ def batch_norm_of_tensors(
 ) -> tuple[Any, Tensor | None, Tensor | None]:
     """The normalized `x`, and the running statistics after this batch; `in_place` also writes these.
 
-    Args:
-        x: Input, `[N, C, *spatial]`.
-        running_mean: Running mean before this batch, `[C]`, or `None` together with `running_var`.
-        running_var: Running variance before this batch.
-        weight: Scale, `[C]`, or `None`.
-        bias: Shift, `[C]`, or `None`.
-        training: Whether to normalize by the statistics of this batch.
-        momentum: Weight of this batch; a tensor is one number, which may differ along the axes of `vmap`.
-        eps: Added to the variance.
-        in_place: Whether to write the new running statistics into the given ones.
-        relu: Whether `residual` is added, if it is not None, and a ReLU follows.
-        residual: Like `x`.
+    Arguments are those of `batch_norm`; with `relu` a `residual` is added, if it is not None, and a ReLU follows.
     """
     train, evaluate = (batch_norm_relu_p, batch_norm_relu_eval_p) if relu else (batch_norm_p, batch_norm_eval_p)
     given = (x, residual, weight, bias) if relu else (x, weight, bias)
