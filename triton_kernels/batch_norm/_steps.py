@@ -175,22 +175,10 @@ def sums(
     if any(operand is not None for operand in operands):
         with device_guard(x):
             batch_norm_sums_kernel[(plan.num_blocks, plan.num_splits)](
-                *operands,
-                relu,
-                masked,
-                mean,
-                partials,
-                *view.extents(),
-                mean_stride,
-                *_strides_of(operands, view, 0),
-                REPEATS=plan.repeats,
-                RUN=plan.run,
-                NUM_STAGES=plan.num_stages,
-                SUMS=bits,
-                READ_AGAIN=read_again,
-                X_READ_AGAIN=x_read_again,
-                **_tile_options(view, plan),
-            )
+                *operands, relu, masked, mean, partials, *view.extents(), mean_stride, *_strides_of(operands, view, 0),
+                REPEATS=plan.repeats, RUN=plan.run, NUM_STAGES=plan.num_stages, SUMS=bits, READ_AGAIN=read_again,
+                X_READ_AGAIN=x_read_again, **_tile_options(view, plan),
+            )  # fmt: skip
     return Sums(
         partials,
         means[0] if means else None,
@@ -263,32 +251,13 @@ def transform(
     num_waves = cdiv(plan.num_blocks * num_splits, num_resident)
     with device_guard(x):
         batch_norm_transform_kernel[(num_waves * num_resident * num_parts,)](
-            *outputs,
-            *operands,
-            *relu[:3],
-            mean,
-            scale_statistic,
-            *(param for param, _ in views),
-            None if summed is None else summed.means,
-            mean_dot,
-            var_dot,
-            view.num_channels,
-            *view.extents(),
-            plan.num_blocks,
-            num_splits,
-            num_resident,
-            num_parts,
-            plan.part_tiles,
-            statistic_stride,
-            *(stride for _, stride in views),
-            statistic_dot_stride,
-            *view.kernel_strides(0),
-            *_strides_of(operands, view, 1),
-            EPS=eps,
-            ACC_DTYPE=TL_DTYPES[accumulation_dtype(x.dtype)],
-            RELU=relu.follows,
-            **_tile_options(view, plan),
-        )
+            *outputs, *operands, *relu[:3], mean, scale_statistic, *(param for param, _ in views),
+            None if summed is None else summed.means, mean_dot, var_dot, view.num_channels, *view.extents(),
+            plan.num_blocks, num_splits, num_resident, num_parts, plan.part_tiles, statistic_stride,
+            *(stride for _, stride in views), statistic_dot_stride, *view.kernel_strides(0),
+            *_strides_of(operands, view, 1), EPS=eps, ACC_DTYPE=TL_DTYPES[accumulation_dtype(x.dtype)],
+            RELU=relu.follows, **_tile_options(view, plan),
+        )  # fmt: skip
     return outputs
 
 

@@ -285,20 +285,9 @@ def row_op(  # noqa: C901 - its branches are settled when it is compiled
                 if MIX is not None:
                     x = MIX(x, stream, out_ptrs, flat_row, start, num_cols, BLOCK_COLS, DTYPE)
                 p = load_params(
-                    p_ptrs,
-                    p_strides,
-                    segment,
-                    cols,
-                    col_mask,
-                    SUM_PARAMS,
-                    DTYPE,
-                    ALIGN,
-                    p_row,
-                    LAYOUT,
-                    RUN,
-                    start,
+                    p_ptrs, p_strides, segment, cols, col_mask, SUM_PARAMS, DTYPE, ALIGN, p_row, LAYOUT, RUN, start,
                     num_cols,
-                )
+                )  # fmt: skip
                 c = () if NUMBERS is None else (cols[None, :],)
                 if GROUP != 1:
                     # Of columns alone: rows past the end are zero, and are not stored.
@@ -338,20 +327,9 @@ def row_op(  # noqa: C901 - its branches are settled when it is compiled
                     if MIX is not None:
                         x = MIX(x, stream, out_ptrs, flat_row, start, num_cols, BLOCK_COLS, DTYPE)
                     p = load_params(
-                        p_ptrs,
-                        p_strides,
-                        segment,
-                        cols,
-                        col_mask,
-                        ALL,
-                        DTYPE,
-                        ALIGN,
-                        p_row,
-                        LAYOUT,
-                        RUN,
-                        start,
+                        p_ptrs, p_strides, segment, cols, col_mask, ALL, DTYPE, ALIGN, p_row, LAYOUT, RUN, start,
                         num_cols,
-                    )
+                    )  # fmt: skip
                     c = () if NUMBERS is None else (cols[None, :],)
                     offsets = out_offsets(
                         segment, row, cols, num_rows, out_strides, num_cols, (AXES >> (2 * NUM_X)) & 3, ALIGN, PERIOD

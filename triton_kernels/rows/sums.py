@@ -81,22 +81,9 @@ def row_sums_op(  # noqa: C901 - its branches are settled when it is compiled
         mask = row_mask & col_mask
         flat_row = (segment * num_rows + row)[:, None]
         x = load_tiles(
-            x_ptrs,
-            x_strides,
-            segment,
-            row,
-            cols,
-            row_mask,
-            col_mask,
-            "",
-            ALL,
-            0.0,
-            None,
-            DTYPE,
-            AXES,
-            ALIGN,
+            x_ptrs, x_strides, segment, row, cols, row_mask, col_mask, "", ALL, 0.0, None, DTYPE, AXES, ALIGN,
             start=start,
-        )
+        )  # fmt: skip
         if MIX is not None:
             x = MIX(x, stream, out_ptrs, flat_row, first_col, num_cols, BLOCK_COLS, DTYPE)
         r = load_statistics(r_ptrs, NUM_R, flat_row, row_mask)
