@@ -24,7 +24,7 @@ from perf.ops.samples import make_options as _options
 from perf.ops.workload import DROPOUT_P, MODES, Workload, unnamed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor
 
@@ -50,27 +50,6 @@ def _seen(x: Tensor, keys: int) -> Tensor:
     return (rows + torch.arange(keys, device=x.device)) % 3 < torch.minimum(rows, torch.tensor(2))
 
 
-def _attention(
-    x: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Any,
-    keys: int,
-    causal: bool = False,
-    masked: bool = False,
-    p: float = 0.0,
-    lse: bool = True,
-    scale: float = 0.7,
-    **shape: Any,
-) -> Tensor:
-    noise = {"dropout_p": p, "seed": SEED, "offset": OFFSET} if p else {}
-    mask = _seen(x, keys) if masked else None
-    o, o_lse = pr.functional.attention(
-        x, k, v, bias=bias, mask=mask, causal=causal, scale=scale, return_lse=True, **noise
-    )
-    return o + o_lse.clamp(min=-5).unsqueeze(-1).to(o.dtype) if lse else o
-
-
 def seen_softmax(scores: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     """The softmax and lse of scores, some hidden; a row of such alone is cut out before, as its derivative is NaN."""
     sees_some = (scores != -math.inf).any(dim, keepdim=True)
@@ -79,16 +58,7 @@ def seen_softmax(scores: Tensor, dim: int) -> tuple[Tensor, Tensor]:
 
 
 def true_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    mask: Tensor | None,
-    causal: bool,
-    scale: float,
-    p: float = 0.0,
-    seed: int = SEED,
-    offset: int = OFFSET,
+    q: Tensor, k: Tensor, v: Tensor, bias: Any, mask: Any, causal: bool, scale: float, p: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """O and lse by the definition."""
     k, v = (t.repeat_interleave(q.shape[-3] // max(t.shape[-3], 1), -3) for t in (k, v))
@@ -98,29 +68,28 @@ def true_attention(
     weights, lse = seen_softmax(scores if mask is None else scores.masked_fill(~mask, -math.inf), -1)
     if p:
         keys = k.shape[-2]
-        weights = weights * true_noise((*q.shape[:-1], -(-keys // 4) * 4), seed, offset, p).to(q.device)[..., :keys]
+        weights = weights * true_noise((*q.shape[:-1], -(-keys // 4) * 4), SEED, OFFSET, p).to(q.device)[..., :keys]
     return weights @ v, lse
 
 
-def _true_attention(
-    x: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Any,
-    keys: int,
-    causal: bool = False,
-    masked: bool = False,
-    p: float = 0.0,
-    lse: bool = True,
-    scale: float = 0.7,
-    **shape: Any,
+def _attention(q: Tensor, k: Tensor, v: Tensor, bias: Any, mask: Any, causal: bool, scale: float, p: float) -> Any:
+    options: dict[str, Any] = {"bias": bias, "mask": mask, "causal": causal, "scale": scale, "return_lse": True}
+    noise = {"dropout_p": p, "seed": SEED, "offset": OFFSET} if p else {}
+    return pr.functional.attention(q, k, v, **options, **noise)
+
+
+def _of_both(
+    attend: Callable[..., Any], x: Tensor, k: Tensor, v: Tensor, bias: Any, keys: int, *, lse: bool = True, **given: Any
 ) -> Tensor:
-    o, o_lse = true_attention(x, k, v, bias, _seen(x, keys) if masked else None, causal, scale, p)
-    return o + o_lse.clamp(min=-5).unsqueeze(-1) if lse else o
+    """`y` by what has O and lse: O, to which lse is added where it takes part."""
+    mask = _seen(x, keys) if given.get("masked") else None
+    scale, p = given.get("scale", 0.7), given.get("p", 0.0)
+    o, o_lse = attend(x, k, v, bias, mask, given.get("causal", False), scale, p)
+    return o + o_lse.clamp(min=-5).unsqueeze(-1).to(o.dtype) if lse else o
 
 
 def _formula(q: Tensor, k: Tensor, v: Tensor, causal: bool, grouped: bool) -> Tensor:
-    return _true_attention(q, k, v, None, k.shape[-2], causal, lse=False, scale=q.shape[-1] ** -0.5)
+    return true_attention(q, k, v, None, None, causal, q.shape[-1] ** -0.5)[0]
 
 
 def _torch_attention(x: Tensor, k: Tensor, v: Tensor, bias: Any, **options: Any) -> Tensor:
@@ -257,8 +226,8 @@ _OTHER = (
 ATTENTION = Op(
     name="attention",
     call=_scaled_dot_product_attention,
-    function=_attention,
-    truth=_true_attention,
+    function=functools.partial(_of_both, _attention),
+    truth=functools.partial(_of_both, true_attention),
     torch_function=_torch_attention,
     arguments=("x", "k", "v", "bias"),
     differentiable=("x", "k", "v", "bias"),
