@@ -50,16 +50,6 @@ def test_a_norm_of_torch_is_found_with_its_place_and_its_remedy_makes_it_right()
     assert not pr.audit(net, (x,)).ok, "the repair has ended"
 
 
-def test_attention_raises_and_is_right_by_the_remedy():
-    q = torch.randn(1, 2, 4, 3)
-    (finding,) = pr.audit(F.scaled_dot_product_attention, (q, q, q), order=1).findings
-    assert finding.raises == ("jvp",)
-    assert finding.remedy == "pr.repair_torch()"
-    with pr.repair_torch():
-        assert pr.audit(F.scaled_dot_product_attention, (q, q, q)).ok
-    assert pr.audit(pr.functional.scaled_dot_product_attention, (q, q, q)).ok
-
-
 def test_trees_of_nodes_and_arguments_by_keyword_are_taken():
     params = Affine(torch.ones(3), torch.randn(2, 3))
 

@@ -124,27 +124,6 @@ def test_gradient_edges():
     torch.testing.assert_close(x.grad, 2 * x.detach() * expected)
 
 
-def test_iterables_that_are_no_nodes():
-    """`module.parameters()` and the like, which torch makes a tuple of too."""
-    model, x = torch.nn.Linear(2, 1), torch.ones(3, 2)
-    expected = (torch.full((1, 2), 3.0), torch.full((1,), 3.0))
-    for inputs in (model.parameters(), torch.nn.ParameterList(model.parameters())):
-        gradient = autograd.grad(model(x).sum(), inputs)
-        assert isinstance(gradient, tuple)
-        assert_leaves(gradient, expected)
-    autograd.backward(iter([model(x).sum(), model(x).sum()]), iter([None, torch.tensor(2.0)]), inputs=[model.weight])
-    torch.testing.assert_close(model.weight.grad, 3 * expected[0])
-
-
-def test_grad_works_inside_a_transform():
-    def penalty(tree):
-        gradient = autograd.grad((tree["x"] ** 3).sum(), tree, create_graph=True)
-        return (gradient["x"] ** 2).sum()
-
-    x = torch.tensor([1.0, 2.0])
-    torch.testing.assert_close(pr.func.grad(penalty)({"x": x})["x"], 36 * x**3)
-
-
 def test_nested_tensors():
     for leaf in nested_tensors(torch.ones(2), torch.full((3,), 2.0)):
         x = leaf.requires_grad_()

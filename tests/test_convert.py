@@ -2,13 +2,12 @@
 
 import abc
 import copy
-import pickle
 import typing
 
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils import parametrize
 from torch.testing import assert_close
 
 import primitives as pr
@@ -274,22 +273,6 @@ def test_parametrized_modules(first):
     assert type(pr.nn.revert(model)) is nn.LayerNorm
 
 
-def test_weight_norm_flags_and_copies(net, x):
-    parametrizations.weight_norm(net.conv[0])
-    net.conv[1].qconfig, net.norms["a"].is_quantized = "a qconfig", False
-    twin, keys = copy.deepcopy(net), list(net.state_dict())
-    pr.nn.convert(net)
-    assert (net.conv[1].qconfig, net.norms["a"].is_quantized) == ("a qconfig", False)
-    assert type(net.conv[0].parametrizations.weight[0]) is type(twin.conv[0].parametrizations.weight[0])
-    assert list(net.state_dict()) == keys
-    for model in (copy.deepcopy(net), net):
-        assert types(model) == types(net)
-        assert_close(model(x), twin(x))
-    copied = pickle.loads(pickle.dumps(net.norms))
-    assert types(copied) == types(net.norms)
-    assert_close(copied.state_dict(), net.norms.state_dict(), rtol=0, atol=0)
-
-
 @pytest.mark.parametrize("axes", [1, 2, 3])
 def test_a_lazy_batch_norm_is_ours_from_its_first_call_on(axes):
     ours, theirs = [getattr(nn, f"LazyBatchNorm{axes}d")() for _ in range(2)]
@@ -304,14 +287,6 @@ def test_a_lazy_batch_norm_is_ours_from_its_first_call_on(axes):
 
 
 # Other tools of torch.
-
-
-def test_symbolic_trace_takes_the_modules_for_leaves(net, x):
-    net.norms["a"].register_forward_hook(lambda module, args, y: y + 1)
-    graph = torch.fx.symbolic_trace(pr.nn.convert(net.eval()))
-    leaves = [str(node.target) for node in graph.graph.nodes if node.op == "call_module"]
-    assert set(CHANGED) < set(leaves)
-    assert_close(graph(x), net(x))
 
 
 def calls(x):

@@ -12,7 +12,6 @@ from torch.func import grad, jacfwd, jacrev, vmap
 from torch.testing import assert_close
 
 import primitives as pr
-from primitives._core import to_front
 from primitives._core.fast_path import fast_path_keys, state_of_new_threads
 from primitives._core.write_back import count_up, write_back
 from primitives.ops.norms.layer_norm import layer_norm_p
@@ -30,34 +29,7 @@ def cube_rules():
     }
 
 
-def test_own_vmap_rule_gets_sizes_axes_and_arguments_by_name():
-    def rule(batch, primals):
-        assert (batch.size, batch.axes) == (5, (1, None, None))
-        assert (batch.is_batched("w"), batch.is_batched("w", "x")) == (False, True)
-        return to_front(primals.x, batch.axes.x, batch.size) * primals.s, 0
-
-    op = define("(Tensor x, Tensor? w, float s) -> Tensor y", rules={"reference": lambda x, w, s: x * s, "vmap": rule})
-    assert_close(vmap(lambda x: op(x, None, 3.0), 1, 1)(data(2, 5)), 3 * data(2, 5))
-    # Arguments without a batch axis are expanded without a copy, and absent ones stay so.
-    assert to_front(None, None, 4) is None
-    assert to_front(data(2, 3), None, 4).stride() == (0, 3, 1)
-
-
 # Autocast and implementations.
-
-
-def test_kernels_and_backends():
-    calls = []
-    op = define(rules={"reference": lambda x: (calls.append("reference"), x * 1)[1]})
-    op.def_kernel("cpu")(lambda x: x * 2)
-    assert torch.equal(op(X), 2 * X)
-    with pr.use_backend("reference"):
-        assert torch.equal(op(X), X)
-    # A kernel that returns None leaves the call to the reference.
-    calls.clear()
-    op.def_kernel("cpu")(lambda x: calls.append("kernel"))
-    assert torch.equal(op(X), X)
-    assert calls == ["kernel", "reference"]
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,11 @@ from typing import Any, NamedTuple
 import optree
 import pytest
 import torch
-from torch.func import grad, jacrev, jvp, vmap
-from torch.utils.checkpoint import checkpoint
+from torch.func import grad, jvp, vmap
 
 import primitives as pr
 from perf.ops.samples import normal
-from tests.custom_ops import Affine, affine, arguments, moving_average, operator, plain_affine, scalar, trees_close
+from tests.custom_ops import Affine, affine, arguments, moving_average, operator, plain_affine, trees_close
 from tests.support import assert_close
 
 # It says so once for each operator, in whichever test comes first.
@@ -129,15 +128,6 @@ def test_state_is_updated_in_place_and_the_pure_form_returns_it():
     assert_close(grad(lambda x: moving_average(state, x).square().sum())(x), expected)
 
 
-def test_the_pure_form_is_differentiable_and_batched():
-    x, mean = normal((4, 3), 0), normal((3,), 1)
-    assert_close(
-        jacrev(lambda m: moving_average.pure({"mean": m}, x)[1]["mean"])(mean), 0.5 * torch.eye(3, dtype=torch.float64)
-    )
-    _, new = vmap(lambda x: moving_average.pure({"mean": mean}, x))(torch.stack([x, 2 * x]))
-    assert_close(new["mean"], torch.stack([mean + x.mean(0), mean + 2 * x.mean(0)]) / 2)
-
-
 def test_updates_that_are_impossible_raise_and_name_the_pure_form():
     x, mean = normal((4, 3), 0), normal((3,), 1)
     before = mean.clone()
@@ -179,28 +169,6 @@ def test_updates_of_memory_that_is_shared_are_refused():
         one(buffer, buffer)
 
 
-def test_a_view_of_the_state_may_be_saved():
-    op = operator(lambda state, x: (state.add_(1), x * 2)[1], mutates=("state",))
-    op.def_save_for_backward(lambda inputs, output: (inputs.state[:], inputs.x))
-    op.def_backward(lambda ctx, saved, y_bar: {"state": None, "x": 2 * y_bar + 5 * saved[0]})
-    x = torch.ones(3, requires_grad=True)
-    op(torch.zeros(3), x).sum().backward()
-    assert x.grad.tolist() == [2, 2, 2]
-
-
-def test_updates_are_compiled():
-    def step(state, x):
-        y = moving_average(state, x)
-        return y * 2, state["mean"] + 1
-
-    x = normal((4, 3), 0)
-    states = [{"mean": torch.zeros(3, dtype=torch.float64)} for _ in range(2)]
-    torch._dynamo.reset()
-    actual, expected = torch.compile(step, fullgraph=True)(states[0], x), step(states[1], x)
-    for got, want in zip((*actual, states[0]["mean"]), (*expected, states[1]["mean"]), strict=True):
-        assert_close(got, want)
-
-
 # Torch's other features.
 
 
@@ -221,23 +189,6 @@ def test_autocast():
     with torch.autocast("cpu"):
         y = update(state, torch.ones(2))
     assert (y.dtype, y.tolist(), state.item()) == (torch.bfloat16, [2, 2], 2)
-
-
-def test_saved_tensors_are_in_the_care_of_autograd():
-    weight, bias, x = [value.requires_grad_() for value in arguments()]
-    packed = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t):
-        loss = scalar(affine)(weight, bias, x)
-    assert any(t is x for t in packed)
-    expected = torch.autograd.grad(scalar(plain_affine)(weight, bias, x), (weight, bias, x))
-    trees_close(torch.autograd.grad(loss, (weight, bias, x)), expected)
-    again = checkpoint(scalar(affine), weight, bias, x, use_reentrant=False)
-    trees_close(torch.autograd.grad(again, (weight, bias, x)), expected)
-    y = affine(Affine(weight), x)[0]
-    with torch.no_grad():
-        x.mul_(2)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        y.sum().backward()
 
 
 def test_several_threads_at_once():

@@ -1,6 +1,5 @@
-"""Custom operators under every transform: derivatives in any nesting, and batches."""
+"""Custom operators under transforms, beside what `check_rules` holds them to: derivatives and batches."""
 
-import functools
 import warnings
 
 import optree
@@ -10,29 +9,13 @@ from torch.autograd import forward_ad
 from torch.func import grad, jvp, vjp, vmap
 
 from perf.ops.samples import normal
-from primitives._core.errors import TreeError
-from tests.custom_ops import Affine, affine, arguments, cube, operator, plain_affine, scalar, trees_close
-from tests.support import assert_close, like, nested, nestings
+from tests.custom_ops import affine, arguments, operator, plain_affine, scalar, trees_close
+from tests.support import assert_close, like
 
 X = torch.linspace(-1.5, 2, 6).reshape(2, 3)
 
 
 # Derivatives.
-
-
-@functools.cache
-def true_derivative(order):
-    weight, bias, x = arguments()
-    return nested(lambda x: scalar(plain_affine)(weight, bias, x**3), "f" * order)(x)
-
-
-# To the second order `check_rules` holds them, in tests/test_check_rules.py. The kinds of trees take turns.
-@pytest.mark.parametrize("word, kind", [(word, (dict, Affine)[j % 2]) for j, word in enumerate(nestings(3, 4))])
-def test_every_nesting(word, kind):
-    """Of rules, and of a reference that is differentiated."""
-    weight, bias, x = arguments()
-    actual = nested(lambda x: scalar(affine, kind)(weight, bias, cube(x)), word)(x)
-    assert_close(actual, true_derivative(len(word)), order=len(word))
 
 
 def test_forward_mode_over_a_backward_pass_without_create_graph():
@@ -112,17 +95,6 @@ def test_absent_cotangents_and_tangents_are_zeros_or_none():
     assert [x.tolist() for x in optree.tree_leaves(dots)] == [[0, 0], [0, 0], [0, 0], [1, 1], [0, 0]]
 
 
-def test_output_differentiability():
-    def function(x):
-        return x.sin(), [x.cos(), {"square": x * x}]
-
-    marked, x = operator(function, differentiate="reference", output_differentiability=[True, False]), torch.ones(2)
-    needed = [y.requires_grad for y in optree.tree_leaves(marked(x.clone().requires_grad_()))]
-    assert needed == [True, False, False]
-    assert jvp(marked, (x,), (x,))[1][1][0].tolist() == [0, 0]
-    assert grad(lambda x: marked(x)[1][0].sum() + marked(x)[0].sum())(x).tolist() == x.cos().tolist()
-
-
 def test_def_autograd_wins():
     taken = operator(lambda x: x * x, differentiate="reference")
     taken.def_jvp(lambda inputs, output, tangents: tangents.x * 0)
@@ -178,22 +150,6 @@ def test_vmap_without_a_rule_is_a_correct_loop_with_one_warning():
     trees_close(several, vmap(vmap(plain, axes), (None, None, 0))(a, b, x.expand(2, 4, 3)))
 
 
-def test_vmap_rules_are_told_the_mode_and_return_memory_of_their_own():
-    seen = []
-
-    def rule(info, in_dims, inputs):
-        seen.append((info.batch_size, info.randomness, tuple(in_dims)))
-        return inputs.x.flatten(1), 0
-
-    told = operator(lambda x: x.reshape(-1) + 0)
-    told.def_vmap(rule)
-    x = torch.zeros(3, 2, 1)
-    vmap(told, randomness="different")(x).add_(1)
-    assert seen == [(3, "different", (0,))]
-    assert not x.any()
-    assert grad(lambda x: vmap(told)(x).add_(1).square().sum())(x).eq(2).all()
-
-
 @pytest.mark.filterwarnings("ignore:.*vmap runs a loop")
 def test_the_loop_of_vmap_respects_randomness():
     noise = operator(lambda x: x + torch.rand_like(x))
@@ -202,10 +158,3 @@ def test_the_loop_of_vmap_respects_randomness():
     for randomness in ("same", "different"):
         first, second = vmap(noise, randomness=randomness)(X * 0)
         assert torch.equal(first, second) == (randomness == "same")
-
-
-def test_a_vmap_rule_with_another_tree_raises_at_the_first_call_of_the_operator():
-    op = operator(lambda x: x.sin())
-    op.def_vmap(lambda info, in_dims, inputs: ({"a": inputs.x.sin()}, in_dims.x))
-    with pytest.raises(TreeError, match="def_vmap"):
-        vmap(op)(torch.ones(2, 3))

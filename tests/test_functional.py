@@ -7,24 +7,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch._subclasses import FakeTensorMode
-from torch.func import grad, jvp, vmap
+from torch.func import grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import primitives as pr
-from perf.ops.samples import DTYPES
 from tests.ops.norms.test_norms import randn
 
 functional = pr.functional
 
 
 seeded = functools.partial(randn, dtype=torch.float32)
-
-
-def running(channels, dtype=torch.float32):
-    return seeded(channels, dtype=dtype, seed=3), seeded(channels, dtype=dtype, seed=4).exp()
 
 
 CALLS = {
@@ -69,61 +64,6 @@ def test_layout_of_results_and_gradients_is_that_of_torch(call, layout):
         assert CALLS[call](functional, x).stride() == strides[0][0]
 
 
-@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
-def test_batch_norm_takes_nothing_of_one_axis_beside_the_parameters_of_a_layer(training):
-    results = []
-    for space in (functional, F):
-        x, (mean, var) = torch.empty(0, requires_grad=True), running(3)
-        weight, bias = (torch.ones(3, requires_grad=True) for _ in range(2))
-        y = space.batch_norm(x, mean, var, weight, bias, training)
-        results.append([y, mean, *torch.autograd.grad(y.sum(), (x, weight, bias))])
-    assert_close(*results)
-    assert functional.batch_norm_relu(x, mean, var, weight, bias, training, residual=x).shape == (0,)
-
-
-def test_a_loss_of_one_sample_keeps_float32_in_nested_derivatives():
-    """Torch makes float64 tangents of the product of a number and a tensor without axes."""
-    x, weight, label = seeded(5), seeded(5).exp(), torch.tensor(2)
-
-    def loss(x, weight):
-        return functional.cross_entropy(x, label, weight, label_smoothing=0.2, z_loss=0.1)
-
-    point = x, weight
-    assert jvp(loss, point, point)[1].dtype == torch.float32
-    found = jvp(grad(loss, (0, 1)), point, point)[1]
-    assert_close(found, jvp(grad(loss, (0, 1)), *[tuple(t.double() for t in point)] * 2)[1], check_dtype=False)
-    assert {t.dtype for t in found} == {torch.float32}
-
-
-@pytest.mark.parametrize("kind", ["labels", "probabilities"])
-def test_cross_entropy_over_a_quarter_of_a_million_classes(kind):
-    """Its value and gradient in float32, against the definition in float64."""
-    classes = 262_144
-    x = seeded(2, classes)
-    hit = F.one_hot(torch.tensor([classes - 1, 5]), classes)
-    target = hit.argmax(-1) if kind == "labels" else hit.float() * 0.5 + 0.5 / classes
-    true_target = hit.double() if kind == "labels" else target.double()
-
-    def loss(x):
-        return functional.cross_entropy(x, target)
-
-    wide = x.double()
-    lse = wide.exp().sum(-1, keepdim=True).log()
-    truth = (true_target * (lse - wide)).sum() / 2
-    assert_close(loss(x).double(), truth, rtol=1e-6, atol=0)
-    slope = ((wide - lse).exp() - true_target) / 2
-    assert_close(grad(loss)(x).double(), slope, rtol=1e-4, atol=1e-11)
-
-
-@pytest.mark.parametrize("to", DTYPES, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.int32, torch.bool, torch.uint8], ids=str)
-def test_log_softmax_dtype_casts_the_input_first(dtype, to):
-    x = (seeded(4, 5) * 300).to(dtype)
-    ours, eps = functional.log_softmax(x, 1, dtype=to), torch.finfo(to).eps
-    assert ours.dtype == to
-    assert_close(ours.double(), F.log_softmax(x.to(to).double(), 1), rtol=2 * eps, atol=16 * eps)
-
-
 IMPLICIT = {"tree": lambda x: functional.log_softmax({"a": [x]})["a"][0], "module": lambda x: pr.nn.LogSoftmax()(x)}
 
 
@@ -136,24 +76,6 @@ def test_log_softmax_chooses_the_axis_of_torch_when_none_is_given(name):
             assert_close(IMPLICIT[name](x), theirs)
         # The line of the caller.
         assert [(w.filename, w.lineno) for w in caught] == [(__file__, IMPLICIT[name].__code__.co_firstlineno)]
-
-
-@pytest.mark.usefixtures("backend")
-@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
-def test_pure_batch_norm_returns_what_batch_norm_writes(training):
-    x, (mean, var), written = seeded(6, 3, 2), running(3), running(3)
-    out = functional.pure_batch_norm(x, mean, var, seeded(3), None, training, 0.2)
-    y = functional.batch_norm(x, *written, seeded(3), None, training, 0.2)
-    assert type(out).__name__ == "BatchNormOutput"
-    assert_close((out.output, out.running_mean, out.running_var), (y, *written))
-    assert (mean._version, var._version) == (0, 0)
-    assert functional.pure_batch_norm(x, None, None, training=True)[1:] == (None, None)
-
-    def output(mean, var):
-        return functional.pure_batch_norm(x, mean, var, training=training).output
-
-    moved = jvp(output, (mean, var), (torch.ones(3), torch.ones(3)))[1].any()
-    assert moved != training, "in training they do not move the output"
 
 
 # The running statistics that have a batch axis, and whether the input has one.
@@ -255,18 +177,6 @@ def test_the_result_of_attention_can_be_written():
     q, k, v = attention_inputs((2, 3), (2, 3))
     for values in (v, k):
         functional.scaled_dot_product_attention(q.requires_grad_(), k, values).mul_(2)
-
-
-def test_attention_over_trees():
-    q, k, v = attention_inputs((2, 3), (2, 1))
-    bias, mask = seeded(4, 6), seeded(2, 1, 4, 6) > -1.0
-    trees = {"bias": {"a": bias, "b": None}, "mask": {"a": None, "b": [mask, None]}}
-    o, lse = functional.attention({"a": q, "b": [2 * q, None]}, {"a": k, "b": -k}, v, **trees, return_lse=True)
-    expected = [functional.attention(*x, return_lse=True, **options) for x, options in (
-        ((q, k, v), {"bias": bias}), ((2 * q, -k, v), {"mask": mask}),
-    )]  # fmt: skip
-    assert_close([(o["a"], lse["a"]), (o["b"][0], lse["b"][0])], expected, rtol=0, atol=0)
-    assert o["b"][1] is lse["b"][1] is None
 
 
 def test_the_stream_of_attention():

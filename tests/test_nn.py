@@ -1,11 +1,9 @@
-"""Modules against those of torch.nn: steps and state, switches, and the transforms that torch's refuse."""
+"""Modules against those of torch.nn: steps, state, construction."""
 
 import copy
 
 import pytest
 import torch
-from torch.autograd import forward_ad
-from torch.func import functional_call, grad, vmap
 from torch.testing import assert_close
 
 import primitives as pr
@@ -61,15 +59,6 @@ def test_steps_are_those_of_torch(name, args, options):
     assert str(fresh.load_state_dict(ours.state_dict())) == "<All keys matched successfully>"
 
 
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("made_with", [True, False])
-def test_track_running_stats_may_be_toggled_later(made_with, training):
-    ours, theirs = (m.train(training) for m in pair("BatchNorm2d", options={"track_running_stats": made_with}))
-    for step, tracks in enumerate([not made_with, made_with]):
-        ours.track_running_stats = theirs.track_running_stats = tracks
-        assert_same_step(ours, theirs, data(*BATCH_NORMS["BatchNorm2d"], seed=step))
-
-
 @pytest.mark.parametrize("name", MODULES)
 def test_construction_is_that_of_torch(name):
     info, made = torchs_module(name), []
@@ -111,66 +100,6 @@ def test_a_module_that_raises_keeps_its_buffers():
         with pytest.raises(raised.type):
             ours(x)
     assert [buffer._version for buffer in ours.buffers()] == versions
-
-
-# Transforms with running statistics, in training.
-
-
-@pytest.mark.parametrize("momentum", [0.1, None])
-@pytest.mark.parametrize("name", BATCH_NORMS)
-def test_func_grad_updates_the_buffers_once(name, momentum):
-    ours, theirs = pair(name, options={"momentum": momentum})
-    x, handed = data(*BATCH_NORMS[name]), copy.deepcopy(dict(ours.named_buffers()))
-    parameters = {key: p.detach() for key, p in ours.named_parameters()}
-
-    def loss(parameters, x, buffers):
-        return functional_call(ours, (parameters, buffers), (x,)).sin().sum()
-
-    leaf = x.clone().requires_grad_()
-    expected = torch.autograd.grad(theirs(leaf).sin().sum(), (*theirs.parameters(), leaf))
-    for buffers in (dict(ours.named_buffers()), handed):
-        gradients, x_bar = grad(loss, argnums=(0, 1))(parameters, x, buffers)
-        assert_close((gradients["weight"], gradients["bias"], x_bar), expected)
-        # The buffers that move are those handed in, and no others.
-        assert_close(buffers, dict(theirs.named_buffers()))
-        assert_close(ours.state_dict(), theirs.state_dict())
-
-
-@pytest.mark.parametrize("name", BATCH_NORMS)
-def test_jvp_updates_the_buffers_once(name):
-    """Where parameters require grad at the same level, value and tangent are recorded one by one."""
-    ours, theirs = pair(name)
-    x, x_dot = data(*BATCH_NORMS[name]), data(*BATCH_NORMS[name], seed=1)
-    for requires_grad in (True, False):
-        modules = [module.requires_grad_(requires_grad) for module in (ours, theirs)]
-        with forward_ad.dual_level():
-            actual, expected = (forward_ad.unpack_dual(f(forward_ad.make_dual(x, x_dot))) for f in modules)
-        assert_close(actual, expected)
-        assert_close(ours.state_dict(), theirs.state_dict())
-
-
-@pytest.mark.parametrize("name", BATCH_NORMS)
-def test_vmap_over_models_updates_each_ones_buffers(name):
-    ours, x = getattr(pr.nn, name)(3).double(), torch.stack([data(*BATCH_NORMS[name], seed=i) for i in range(4)])
-    models = [getattr(torch.nn, name)(3).double() for _ in x]
-    for i, theirs in enumerate(models):
-        theirs.load_state_dict({key: value + i for key, value in theirs.state_dict().items()})
-    state = {key: torch.stack([theirs.state_dict()[key] for theirs in models]) for key in ours.state_dict()}
-    y = vmap(lambda state, x: functional_call(ours, state, (x,)))(state, x)
-    assert_close(y, torch.stack([theirs(sample) for theirs, sample in zip(models, x, strict=True)]))
-    for i, theirs in enumerate(models):
-        assert_close({key: value[i] for key, value in state.items()}, dict(theirs.state_dict()))
-
-
-def test_vmap_with_shared_running_statistics_raises_and_writes_nothing():
-    ours, x = pr.nn.BatchNorm2d(3).double(), data(5, 4, 3, 2, 2)
-    before = copy.deepcopy(ours.state_dict())
-    with pytest.raises(pr.MutationError, match="pure form"):
-        vmap(ours)(x)
-    assert_close(ours.state_dict(), before, rtol=0, atol=0)
-    assert_close(vmap(ours.eval())(x), torch.stack([ours(sample) for sample in x]))
-    untracked = pr.nn.BatchNorm2d(3, track_running_stats=False).double()
-    assert_close(vmap(untracked)(x), torch.stack([untracked(sample) for sample in x]))
 
 
 @pytest.mark.parametrize("norm", [pr.nn.LayerNorm, pr.nn.RMSNorm])

@@ -111,31 +111,6 @@ def called(function, *args, **options):
 
 
 @every_case
-@pytest.mark.usefixtures("watched")
-def test_no_derivative_runs_where_nothing_is_differentiated(case, device):
-    inputs = case.inputs(case.small, torch.float32, device)
-    expected = case.outputs(inputs, case.small)[0]
-    function = case.of(["x"], inputs, case.small)
-    once = [case.forward.overload]
-
-    def without(context, values):
-        with context:
-            y = case.outputs(values, case.small)[0]
-        assert torch.equal(y, expected)
-        assert not y.requires_grad
-
-    wanted = leaves(inputs, case.differentiable)
-    assert called(case.outputs, inputs, case.small) == once
-    assert called(without, torch.no_grad(), wanted) == once
-    assert called(without, torch.inference_mode(), inputs) == once
-    assert called(without, forward_ad.dual_level(), inputs) == once
-    assert called(without, torch.enable_grad(), {n: v.detach() for n, v in wanted.items()}) == once
-    assert called(torch.vmap(function), torch.stack([inputs["x"]] * 2)) == once
-    # A tensor that needs no gradient beside a transform that differentiates something else.
-    assert called(torch.func.grad(lambda z: (function(inputs["x"]) * z).sum()), torch.ones((), device=device)) == once
-
-
-@every_case
 def test_each_level_runs_one_primitive(case, device):
     """A gradient is one forward and one backward primitive, a tangent one more or, with the value, one: no more run.
 

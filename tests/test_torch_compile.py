@@ -11,7 +11,7 @@ from torch.func import jvp
 from torch.nn import BatchNorm2d, Conv2d, Dropout, LayerNorm, Linear, Sequential
 
 import primitives as pr
-from perf.ops import CASES, FAMILIES
+from perf.ops import FAMILIES
 from perf.ops.layer_norm import LAYER_NORM
 from perf.ops.samples import make_options
 from tests.properties import check_nesting, leaves
@@ -59,18 +59,6 @@ def sized(case, size):
     return dataclasses.replace(
         sample, shape=(*sample.shape[:-2], size, sample.shape[-1]), options=make_options(**options)
     )
-
-
-@pytest.mark.parametrize("case", [case for case in CASES if case.family], ids=lambda case: case.name)
-def test_ops_on_the_primitives_of_another_are_one_graph_for_all_sizes(case, device):
-    """The compiler reads their functions; below these all is as for the op whose primitives they call."""
-    names = case.perturbable(case.small)
-    program = torch.compile(lambda y, *args: y(*args), fullgraph=True, backend="eager", dynamic=True)
-    for i, size in enumerate((7, 5)):
-        inputs = case.inputs(sized(case, size), torch.float32, device)
-        function, args = case.of(names, inputs, case.small), [inputs[name] for name in names]
-        with torch._dynamo.config.patch(error_on_recompile=i > 0):
-            assert_close(program(function, *args), function(*args))
 
 
 @pytest.mark.parametrize("case", FAMILIES, ids=lambda case: case.name)

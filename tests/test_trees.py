@@ -1,7 +1,6 @@
 """The functional API over pytrees: structures, None leaves, prefix trees, errors with key paths, atomic writes."""
 
 import collections
-import re
 
 import optree
 import pytest
@@ -85,21 +84,6 @@ def test_a_wrong_prefix_is_named_with_its_key_path(weight, path):
         assert part in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "tree, label",
-    [
-        (lambda good, bad: {"a": good, "b": [good, bad]}, "input['b'][1]"),
-        (Batch, "input.y"),
-        (lambda good, bad: Affine(good, {"k": bad}), "input.b['k']"),
-    ],
-    ids=["dict", "namedtuple", "dataclass"],
-)
-def test_errors_of_a_leaf_name_its_key_path(tree, label):
-    for error, bad in ((pr.ShapeError, leaf(1, channels=4)), (pr.DtypeError, 1.0)):
-        with pytest.raises(error, match=f"^layer_norm: {re.escape(label)} must"):
-            pr.functional.layer_norm(tree(leaf(0), bad), (3,), namespace=NAMESPACE)
-
-
 # Running statistics.
 
 
@@ -113,22 +97,3 @@ def test_one_bad_leaf_leaves_the_running_statistics_unwritten(bad):
     with pytest.raises((pr.ShapeError, pr.DtypeError)):
         pr.functional.batch_norm([leaf(0), bad], *state, training=True)
     assert [value._version for value in state] == [0, 0]
-
-
-def test_running_statistics_that_leaves_share_or_have_of_their_own():
-    leaves, (shared, sequential, *own) = [leaf(0), leaf(1, rows=2)], [batch_norm_state() for _ in range(4)]
-    pr.functional.batch_norm(leaves, *shared, training=True, momentum=0.4)
-    for x in leaves:
-        pr.functional.batch_norm(x, *sequential, training=True, momentum=0.4)
-    assert_close(shared, sequential, rtol=0, atol=0)
-    pr.functional.batch_norm(leaves, *map(list, zip(*own, strict=True)), training=True, momentum=1.0)
-    assert_close(own, [(x.mean(0), x.var(0)) for x in leaves])
-
-
-def test_pure_batch_norm_returns_one_tree_per_result():
-    build, leaves, state = TREES["namedtuple"], [leaf(0), None, leaf(2)], batch_norm_state()
-    out = pr.functional.pure_batch_norm(build(*leaves), *state, training=True)
-    single = [x if x is None else pr.functional.pure_batch_norm(x, *state, training=True) for x in leaves]
-    for name in ("output", "running_mean", "running_var"):
-        assert_same(getattr(out, name), build(*[None if s is None else getattr(s, name) for s in single]))
-    assert pr.functional.pure_batch_norm({"a": None}, None, None, training=True) == ({"a": None},) * 3

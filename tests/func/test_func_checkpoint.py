@@ -242,16 +242,6 @@ def test_a_loss_with_a_jvp_takes_less_memory():
     assert bytes_of(checkpoint) < bytes_of(plainly) / 2.5
 
 
-def test_compiled_inside_of_transforms():
-    torch._dynamo.reset()
-
-    def per_sample(net):
-        return vmap(grad(lambda x: net(x).square().sum()))(X)
-
-    found = torch.compile(per_sample, fullgraph=True, backend="aot_eager")(Net(checkpoint))
-    torch.testing.assert_close(found, per_sample(Net(checkpoint)), **CLOSE)
-
-
 # By day the same is compiled inside of transforms, and measured in eager mode.
 @pytest.mark.nightly
 def test_a_compiled_loss_with_a_jvp_keeps_what_an_eager_one_does():

@@ -92,15 +92,6 @@ def test_transform(name):
         assert found[0]["affine"].name == "own"
 
 
-@pytest.mark.parametrize("argnums", [0, -1, (1, 0), (-1,)])
-@pytest.mark.parametrize("transform", [func.grad, func.jacrev, func.jacfwd])
-def test_argnums(transform, argnums):
-    args = point()
-    both = transform(loss, BOTH, **N)(*args)
-    wanted = both[argnums] if isinstance(argnums, int) else tuple(both[i] for i in argnums)
-    assert_tree(transform(loss, argnums, **N)(*args), wanted)
-
-
 @pytest.mark.parametrize("name", ["grad", "grad_and_value", "jacrev", "jacfwd", "hvp", "jvp"])
 def test_aux_is_handed_on(name):
     def with_aux(x):
@@ -112,17 +103,6 @@ def test_aux_is_handed_on(name):
     given = ((x,), (x,)) if name in ("hvp", "jvp") else ()
     found = transform(with_aux, *given, has_aux=True)
     assert_tree(found if given else found(x), wanted.get(name, (slope, aux)))
-
-
-@pytest.mark.parametrize("transform", [func.grad, func.jacrev, func.jacfwd])
-def test_what_is_not_differentiated_passes_through(transform):
-    def function(x, config, *, scale, mode):
-        assert (config["name"], mode) == ("cube", "train")
-        return (x["a"][config["index"]] ** config["power"]).sum() * scale["by"]
-
-    x, config = {"a": randn(2), "nothing": None}, {"power": 3, "name": "cube", "index": torch.arange(2)}
-    found = transform(function)(x, config, scale={"by": torch.tensor(2.0)}, mode="train")
-    assert_tree(found, {"a": 6 * x["a"] ** 2, "nothing": None})
 
 
 def test_is_leaf_keeps_a_subtree_opaque():
@@ -152,12 +132,6 @@ def test_graph_options_of_vjp():
     assert_tree(vjp_fn(torch.ones(2), retain_graph=False), ({"x": 3 * x**2},))
     with pytest.raises(RuntimeError, match="second time"):
         vjp_fn(torch.ones(2))
-
-
-def test_complex_tensors():
-    z, z_dot = torch.randn(2, 3, dtype=torch.complex128)
-    assert_tree(func.grad(lambda tree: tree["z"].abs().square().sum())({"z": z}), {"z": 2 * z})
-    assert_tree(func.jvp(lambda t: t["z"] ** 2, ({"z": z},), ({"z": z_dot},)), (z**2, 2 * z * z_dot))
 
 
 @pytest.mark.parametrize("transform", [func.jacrev, func.jacfwd])
@@ -243,52 +217,6 @@ def test_functionalized_functions_write_to_arguments_at_the_end_and_not_inside()
     graph = make_fx(lambda a, b: pure(Pair(a, b)))(node.left.clone(), node.right).graph
     assert "mul_" not in str(graph)
     assert "mul.Tensor" in str(graph)
-
-
-def test_unwrapping_for_a_debugger_goes_through_trees_and_transforms():
-    seen = []
-
-    def look(node):
-        seen.extend([func.debug_unwrap(node, **N), func.debug_unwrap(node, recurse=False, **N)])
-        return node.left.sum()
-
-    func.vmap(func.grad(look, **N), **N)(Pair(torch.ones(4, 3), torch.ones(4, 2)))
-    whole, inner = seen
-    assert (whole.left.shape, whole.right.shape) == ((4, 3), (4, 2))
-    # The innermost transform alone: the batch is not seen.
-    assert inner.left.shape == (3,)
-
-
-BUFFERS = {
-    "grad": lambda loss, p, b, x: func.grad(loss)(p, b, x),
-    "jacrev": lambda loss, p, b, x: func.jacrev(loss)(p, b, x),
-    "jacfwd": lambda loss, p, b, x: func.jacfwd(loss)(p, b, x),
-    "hvp": lambda loss, p, b, x: func.hvp(loss, (p, b, x), ({k: v.cos() for k, v in p.items()}, None, None))[0],
-}
-
-
-@pytest.mark.parametrize("name, is_compiled", [*[(name, False) for name in BUFFERS], ("grad", True)])
-def test_buffers_that_are_arguments_are_updated(name, is_compiled):
-    module, x = torch.nn.BatchNorm1d(2).double(), randn(4, 2)
-    params = {name: randn(2) for name, _ in module.named_parameters()}
-    ours, theirs = ({name: b.clone() for name, b in module.named_buffers()} for _ in range(2))
-
-    def loss(p, b, x):
-        return (func.functional_call(module, (p, b), x) ** 3).sum()
-
-    def function(p, b, x):
-        return BUFFERS[name](loss, p, b, x)
-
-    found = (compiled(function) if is_compiled else function)(params, ours, x)
-    wanted = torch.func.grad(loss)(params, theirs, x)
-    if name == "hvp":
-        rows = torch.func.hessian(loss)(params, {k: v.clone() for k, v in theirs.items()}, x)
-        wanted = {k: sum(row[other] @ params[other].cos() for other in row) for k, row in rows.items()}
-    assert_tree(found, wanted)
-    assert_tree(ours, theirs)
-    assert ours["num_batches_tracked"] == 1
-    with pytest.raises(RuntimeError, match="mutate a captured Tensor"):
-        func.grad(lambda p: loss(p, ours, x))(params)
 
 
 @pytest.mark.parametrize("drop, chunk_size", [(TF.dropout, None), (pr.functional.dropout, 2)])

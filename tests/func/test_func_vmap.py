@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from func_trees import Affine, Batch, N, Pair, assert_tree, compiled, flat, leaves, nested_tensors, output, point, randn
+from func_trees import Batch, N, assert_tree, compiled, flat, leaves, nested_tensors, output, point, randn
 
 from perf.memory import peak
 from primitives import func
@@ -36,39 +36,6 @@ def test_the_function_is_called_once_for_each_chunk(chunks, calls):
     seen = []
     func.chunk_vmap(lambda x: seen.append(x) or x, chunks=chunks)(torch.ones(6))
     assert len(seen) == calls
-
-
-@pytest.mark.parametrize("run", [{}, {"chunk_size": 2}, compiled], ids=["whole", "in chunks", "compiled"])
-def test_prefix_trees_of_axes(run):
-    tree = {"affine": Affine(randn(2, 4), randn(4)), "pair": Pair(randn(4, 3), [randn(3), 2.0, None]), "note": "n"}
-    in_dims = ({"affine": Affine(-1, 0), "pair": Pair(0, None), "note": None},)
-
-    def function(tree):
-        left = tree["pair"].left * tree["pair"].right[1]
-        return {
-            "batch": Batch(tree["affine"].w * tree["affine"].b, left + tree["pair"].right[0]),
-            "whole": (tree["pair"].right[0].exp(), tree["note"], None),
-        }
-
-    out_dims = {"batch": Batch(1, -1), "whole": None}
-    mapped = func.vmap(function, in_dims, out_dims, **N, **({} if run is compiled else run))
-    affine, pair = tree["affine"], tree["pair"]
-    expected = {
-        "batch": Batch(affine.w * affine.b, (2 * pair.left + pair.right[0]).T),
-        "whole": (pair.right[0].exp(), "n", None),
-    }
-    assert_tree((compiled(mapped) if run is compiled else mapped)(tree), expected)
-
-
-def test_one_axis_for_a_whole_argument_or_output():
-    tree = {"a": randn(3, 2), "b": [randn(3), None]}
-    expected = {"sum": tree["a"].sum(1) + tree["b"][0], "none": None}
-    for in_dims in (0, (0,), ({"a": 0, "b": 0},), ({"a": -2, "b": [-1, None]},)):
-        result = func.vmap(lambda t: {"sum": t["a"].sum() + t["b"][0], "none": None}, in_dims)(tree)
-        assert_tree(result, expected)
-    assert_tree(func.vmap(lambda t: t["a"], out_dims=(1,))(tree), tree["a"].T)
-    scaled = func.vmap(lambda x, *, scale: x * scale["by"])(tree["b"][0], scale={"by": tree["a"]})
-    assert_tree(scaled, tree["b"][0][:, None, None] * tree["a"])
 
 
 def test_nested_vmap_with_an_output_that_only_the_outer_one_maps():

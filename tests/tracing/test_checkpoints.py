@@ -1,14 +1,10 @@
 """Checkpointed regions in pure calls of modules and of random functions: recomputed in the state of their beginning."""
 
-import functools
-
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import dropout
 from torch.utils.checkpoint import checkpoint
 
-import primitives as pr
 from primitives.tracing import PhiloxState, functionalize_rng, pure_module, trace_joint
 from tests.support import data
 from tests.tracing.test_pure_module import assert_untouched, snapshot
@@ -112,34 +108,3 @@ def test_a_region_sees_attributes_and_buffers_of_its_beginning():
         (x_bar,) = torch.autograd.grad(pure(weight, pure.init()[1], x)[0].sum(), x)
         torch.testing.assert_close(x_bar, (3 * x * weight["weight"]).cos() * 3 * weight["weight"])
         assert_untouched(model, before)
-
-
-X, WEIGHT = data(4, 6), data(6, 6, seed=1).requires_grad_()
-
-
-def block(x):
-    return torch.tanh(dropout(pr.functional.dropout(x @ WEIGHT, 0.4), 0.3) + torch.rand_like(x))
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("inside", [True, False])
-def test_random_regions_draw_the_same_numbers(inside, reentrant):
-    """Gradients are those without checkpoints, bitwise, wherever the backward pass runs."""
-
-    def loss_of(x, region):
-        x = region(block, x + torch.rand_like(x))
-        loss = (region(block, x * torch.randn_like(x)) * torch.rand_like(x)).sum()
-        if inside:
-            # Reentrant checkpoints take `backward` alone.
-            loss.backward()
-        return loss
-
-    def gradients(region):
-        x, WEIGHT.grad = X.clone().requires_grad_(), None
-        out, new_state = functionalize_rng(loss_of)(PhiloxState.from_seed(3), x, region)
-        if not inside:
-            out.backward()
-        return out, x.grad, WEIGHT.grad, new_state.offset
-
-    found = gradients(functools.partial(checkpoint, use_reentrant=reentrant))
-    assert all(map(torch.equal, found, gradients(lambda f, x: f(x))))

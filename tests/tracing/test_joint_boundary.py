@@ -5,12 +5,10 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
-import functools
 import pickle
 import re
 
 import numpy as np
-import optree
 import pytest
 import torch
 from torch.testing._internal.two_tensor import TwoTensor
@@ -45,30 +43,6 @@ def test_tensors_inside_what_optree_does_not_take_apart(hold):
         text = rf": {re.escape(label)} must be .* with a tensor inside, .* optree\.register_pytree_node"
         with pytest.raises(LeafError, match=text):
             call()
-
-
-def test_modules_registered_nodes_and_constants():
-    with pytest.raises(LeafError, match=r"module\.weight\. For a module, use pure_module"):
-        trace_joint(lambda w, module: module(w), (leaf(3), torch.nn.Linear(3, 3)))
-
-    class Registered(Result):
-        """A node to optree."""
-
-    optree.register_pytree_node(
-        Registered,
-        lambda node: ((node.value,), None, ("value",)),
-        lambda _, children: Registered(*children),
-        namespace=optree.registry.__GLOBAL_NAMESPACE,
-    )
-    w = leaf(3)
-    graph = trace_joint(lambda w: Registered(w * 2), (w,))
-    out, (bar,) = graph((w,), Registered(torch.ones_like(w)))
-    assert type(out) is Registered
-    assert torch.equal(bar, 2 * torch.ones_like(w))
-    # Without a tensor inside they are constants, a function over tensors too.
-    scaled = functools.partial(torch.mul, torch.ones_like(w))
-    given = (w, Result(3), torch.nn.ReLU(), scaled, "name")
-    trace_joint(lambda w, result, act, scaled, name: scaled(act(w * result.value)), given)(given, torch.ones_like(w))
 
 
 def test_keywords_are_the_last_primals_and_nodes_may_have_a_namespace_of_their_own():
@@ -171,24 +145,6 @@ def test_derivatives_go_through():
     torch.testing.assert_close(per_sample, torch.func.vmap(torch.func.grad(stopped))(batch))
 
 
-def test_cotangents_that_are_left_out():
-    def fn(w, x):
-        return (x * w).mean(0), (x * w).sum(1)
-
-    w, x = leaf(3), leaf(4, 3, seed=2).detach()
-    graph = trace_joint(fn, (w, leaf(6, 3).detach()), dynamic=(None, 0))
-    for cotangents in ((torch.ones(3).double(), None), (None, torch.ones(4).double())):
-        expected = create_joint(fn)((w, x), cotangents)[1][0]
-        _, saved = graph.forward_graph()((w, x))
-        for bars in (graph((w, x), cotangents)[1], graph.backward_graph()(saved, cotangents)):
-            assert torch.equal(bars[0], expected)
-    # Too short, and it would be broadcast.
-    with pytest.raises(ShapeError, match=re.escape("cotangents[1] must have shape [4], got [1]")):
-        graph((w, x), (None, torch.ones(1).double()))
-    with pytest.raises(TreeError, match="cotangents must have the structure"):
-        graph((w, x))
-
-
 CONSTANTS = [(float("nan"), 2.0), (np.array([1.0, np.nan]), np.ones(2)), (np.ones(3), np.ones(3, dtype=np.float32))]
 
 
@@ -269,23 +225,6 @@ def test_lazy_conjugates():
     graph = trace_joint(fn, (z,), no_cotangents=True)
     same(graph((z.conj(),)), graph((z.conj().resolve_conj(),)))
     same(trace_joint(fn, (z.detach().conj().requires_grad_(),), no_cotangents=True)((z,)), graph((z,)))
-
-
-@pytest.mark.parametrize("kind", ["joint", "graph", "forward graph"])
-def test_outputs_have_no_history(kind):
-    def fn(x):
-        y = x.sin()
-        return x, x.view(-1), y, y[0]
-
-    x, y_bar = leaf(3), leaf(3, seed=1).detach()
-    if kind == "joint":
-        outs = create_joint(fn)((x,), (None, None, y_bar, None))[0]
-    else:
-        graph = trace_joint(fn, (x,))
-        outs = graph((x,), (None, None, y_bar, None))[0] if kind == "graph" else graph.forward_graph()((x,))[0]
-    assert not any(y.requires_grad for y in outs)
-    assert outs[0].data_ptr() == outs[1].data_ptr() == x.data_ptr()
-    assert outs[3].data_ptr() == outs[2].data_ptr()
 
 
 def test_writes_of_create_joint():

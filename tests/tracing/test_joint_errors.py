@@ -13,20 +13,14 @@ from torch.utils.checkpoint import checkpoint
 import primitives as pr
 from primitives._core.errors import DeviceError, LeafError, MutationError
 from primitives.tracing import (
-    PhiloxState,
     TraceError,
     create_joint,
-    functionalize_mutations,
-    functionalize_rng,
-    pure_module,
     trace_joint,
-    unwrap_subclasses,
 )
 from tests.tracing.test_joint_graph import leaf
 
 ONES = torch.ones(3, dtype=torch.float64)
 WEIGHT = leaf(3)
-FACTOR = torch.ones(3, dtype=torch.float64)
 STATISTIC = torch.zeros(3, dtype=torch.float64)
 MODULE = nn.BatchNorm1d(3).double()
 SUBCLASS = TwoTensor(torch.ones(3), torch.ones(3))
@@ -114,43 +108,6 @@ def test_tensors_from_elsewhere(fn, error, text):
     with pytest.raises(error, match=rf"trace_joint: {re.escape(text)}.*{LINE}"):
         trace_joint(fn, (leaf(3),))
     assert all(map(torch.equal, before, (STATISTIC, MODULE.running_mean, SUBCLASS.a)))
-
-
-def test_constants_may_be_read_and_copies_written():
-    def fn(x):
-        numbers = FACTOR.tolist()[0] * torch.tensor([1.0]).tolist()[0]
-        return x * torch.arange(3).new_tensor([1.0, 2.0, 3.0]) * numbers * STATISTIC.clone().add_(1)
-
-    wanted = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
-    assert torch.equal(make_fx(create_joint(fn))((leaf(3),), ONES)((leaf(3),), ONES)[1][0], wanted)
-    assert torch.equal(trace_joint(fn, (leaf(3),))((leaf(3),), ONES)[1][0], wanted)
-
-
-def of_module(function):
-    module = nn.Module()
-    module.forward = function
-    return pure_module(module), ({}, {}, torch.ones(3))
-
-
-def of_subclass(function):
-    unwrapped = unwrap_subclasses(lambda x: function(x.a), (SUBCLASS,))
-    return unwrapped.fn, unwrapped.args
-
-
-PURE = {
-    "pure_module": of_module,
-    "functionalize_rng": lambda function: (functionalize_rng(function), (PhiloxState.from_seed(0), torch.ones(3))),
-    "functionalize_mutations": lambda function: (functionalize_mutations(function), (torch.ones(3),)),
-    "unwrap_subclasses": of_subclass,
-}
-
-
-@pytest.mark.parametrize("name", PURE)
-@pytest.mark.parametrize("read, mode", [("branch", "fake"), ("item", "real")])
-def test_values_that_python_reads_in_other_functions(name, read, mode):
-    pure, args = PURE[name](REFUSED[read][0])
-    with pytest.raises(TraceError, match=rf"(?s)^{name}: .*{LINE}"):
-        make_fx(pure, tracing_mode=mode)(*args)
 
 
 def test_random_numbers_that_are_no_danger():

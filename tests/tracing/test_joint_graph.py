@@ -120,22 +120,6 @@ def test_several_batch_sizes():
         fixed((w, x))
 
 
-def test_attention_of_several_batch_sizes_and_lengths():
-    def fn(x, w):
-        q, k = x.unsqueeze(1) * w[:, None], x.unsqueeze(1)
-        y = pr.functional.scaled_dot_product_attention(q, k, k, is_causal=True, enable_gqa=True)
-        seen = torch.arange(x.shape[1]) <= torch.arange(x.shape[0])[:, None, None, None]
-        return (y + pr.functional.scaled_dot_product_attention(q, k, k, seen, enable_gqa=True)).sum()
-
-    def primals(batch, rows):
-        return leaf(batch, rows, 2, seed=rows), leaf(2, 2)
-
-    graph = trace_joint(fn, primals(3, 5), no_cotangents=True, dynamic=(True, None))
-    for sizes in ((3, 5), (2, 7), (4, 4)):
-        check(fn, primals(*sizes), graph=graph)
-    assert {"primitives.attention.default", "primitives.attention_bwd.default"} <= set(operations(graph))
-
-
 def test_the_backward_pass_draws_from_its_own_state():
     def fn(x):
         y = x * 1
@@ -216,7 +200,6 @@ def under_autocast(w, x):
     return hidden.float().sum()
 
 
-PARAMS = {name: p.detach().requires_grad_() for name, p in LSTM.named_parameters()}
 SINGLE = {"dtype": torch.float32}
 AGREEING = {
     # Under `no_grad`, torch's forward on the CPU leaves out the workspace that its backward reads.
@@ -258,34 +241,6 @@ def test_what_calls_a_graph_may_be_compiled():
             same(results, graph(given))
             # A history would be one of operators that have no derivative themselves.
             assert not any(y.requires_grad for y in optree.tree_leaves(results) if isinstance(y, torch.Tensor))
-
-
-def test_values_gradients_and_structure():
-    w, x = leaf(4), leaf(3, 4, seed=1)
-    unused, labels, y_bar = leaf(2), torch.arange(3), leaf(3, seed=2).detach()
-    primals = w, {"x": x, "k": 3}, [unused, labels, None]
-    outs, grads = create_joint(lambda w, batch, rest: rich(w, batch))(primals, {"y": y_bar, **COTANGENTS})
-    expected = rich(w, {"x": x, "k": 3})
-    w_bar, x_bar = torch.autograd.grad(expected["y"], (w, x), y_bar)
-    assert torch.equal(outs["y"], expected["y"])
-    assert torch.equal(outs["index"], expected["index"])
-    assert (outs["none"], outs["number"], grads[1]["k"], grads[2]) == (None, 3, None, [None, None, None])
-    assert outs["alias"].untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
-    assert torch.equal(grads[0], w_bar)
-    assert torch.equal(grads[1]["x"], x_bar)
-    assert not outs["y"].requires_grad
-    assert not grads[0].requires_grad
-    assert w.grad is None
-
-
-def test_partial_gradients_and_cotangents_that_are_viewed_or_none():
-    w, ones, y_bar = leaf(3), torch.ones(3, dtype=torch.float64), leaf(6).detach()
-    _, grads = create_joint(lambda a, b: a * b.sin())((w, w), ones)
-    assert torch.equal(grads[0], w.detach().sin())
-    assert torch.equal(grads[1], w.detach() * w.detach().cos())
-    w = leaf(2, 3)
-    _, (bar,) = create_joint(lambda w: (w.exp(), w.sin()))((w,), (None, y_bar))
-    assert torch.equal(bar, y_bar.view(2, 3) * w.detach().cos())
 
 
 MISTAKES = {

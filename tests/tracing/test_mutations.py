@@ -7,7 +7,6 @@ import torch
 from torch.func import grad, hessian, jvp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
-import primitives as pr
 from primitives._core.errors import MissingRuleError, MutationError
 from primitives.tracing import create_joint, functionalize_mutations, trace_joint
 from tests.support import data
@@ -241,49 +240,3 @@ def test_writes_under_autograd(fn, is_seen):
 
 
 # A training step.
-
-
-OPTIMIZERS = {
-    "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
-    "AdamW": lambda params: torch.optim.AdamW(params, lr=0.1, foreach=True),
-}
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("traced", [False, True])
-def test_a_training_step_with_its_optimizer(name, traced):
-    """Forward, backward, two steps and a weight clip: new parameters and batch norm's buffers are those of eager."""
-
-    def model():
-        torch.manual_seed(0)
-        norm = (pr.nn if name == "AdamW" else torch.nn).BatchNorm1d(4)
-        return torch.nn.Sequential(torch.nn.Linear(3, 4), norm, torch.nn.Linear(4, 1)).double()
-
-    def step(net, params, state, x):
-        optimizer = OPTIMIZERS[name](list(params.values()))
-        losses = []
-        for _ in range(2):
-            loss = torch.func.functional_call(net, {**params, **state}, (x,)).square().mean()
-            grads = torch.autograd.grad(loss, list(params.values()))
-            for p, g in zip(params.values(), grads, strict=True):
-                p.grad = g
-            optimizer.step()
-            losses.append(loss.detach())
-        with torch.no_grad():
-            params["0.weight"].clamp_(-0.3, 0.3)
-        return losses
-
-    eager, x = model(), data(5, 3)
-    expected = step(eager, dict(eager.named_parameters()), dict(eager.named_buffers()), x)
-    net = model()
-    params, state = dict(net.named_parameters()), dict(net.named_buffers())
-    pure = functionalize_mutations(lambda params, state, x: step(net, params, state, x))
-    if traced:
-        pure = make_fx(pure, tracing_mode="fake")(params, state, x)
-        assert_pure(pure)
-    losses, mutated = pure(params, state, x)
-    torch.testing.assert_close(losses, expected)
-    assert all(torch.equal(value, model().state_dict()[key]) for key, value in net.state_dict().items())
-    for i, named in enumerate((eager.named_parameters(), eager.named_buffers())):
-        for key, value in named:
-            torch.testing.assert_close(mutated[f"args[{i}][{key!r}]"], value.detach())

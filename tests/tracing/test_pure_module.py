@@ -1,4 +1,4 @@
-"""pure_module: truth is the module itself, in loops, and a net written by hand; its errors."""
+"""pure_module: truth is the module itself; its errors."""
 
 import copy
 import re
@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import primitives as pr
 from primitives._core.errors import LeafError
-from primitives.func import grad, hessian, jacrev, jvp, vmap
+from primitives.func import grad, vmap
 from primitives.tracing import pure_module
 from tests.support import data
 
@@ -286,96 +286,6 @@ def test_errors(action, error, message):
     with pytest.raises(error, match=re.escape(message)) as info:
         action()
     assert str(info.value).startswith("pure_module: ")
-
-
-def net(kind="torch", momentum=0.1):
-    torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2, momentum=momentum), nn.Tanh(),
-        nn.Conv2d(2, 2, 2), nn.BatchNorm2d(2, momentum=momentum), nn.Flatten(), nn.Linear(8, 3),
-    ).double()  # fmt: skip
-    return pr.nn.convert(model) if kind == "primitives" else model
-
-
-BATCH, LABELS = data(4, 1, 5, 5, seed=1), torch.tensor([0, 2, 1, 2])
-
-
-@pytest.mark.parametrize("kind, momentum", [("torch", None), ("primitives", 0.1)])
-def test_vmap_over_models(kind, momentum):
-    model = net(kind, momentum)
-    params, buffers = pure_module(model).init()
-    # Each model has seen another number of batches.
-    states = [{n: x + (0.1 * k if n in params else k) for n, x in (params | buffers).items()} for k in range(3)]
-    stacked = ({n: torch.stack([state[n] for state in states]) for n in tree} for tree in (params, buffers))
-    outputs, new_buffers = vmap(pure_module(model), in_dims=(0, 0, None))(*stacked, BATCH)
-    for i, state in enumerate(states):
-        one = net("torch", momentum)
-        one.load_state_dict(state)
-        torch.testing.assert_close(outputs[i], one(BATCH), **CLOSE)
-        assert_buffers({name: value[i] for name, value in new_buffers.items()}, one)
-
-
-def losses(output):
-    return nn.functional.cross_entropy(output, LABELS, reduction="none")
-
-
-def without_statistics():
-    """The net in training, which keeps none: torch's own call of it serves every transform."""
-    model = net("primitives")
-    for norm in (model[1], model[4]):
-        norm.running_mean = norm.running_var = norm.num_batches_tracked = None
-    return lambda params, x: torch.func.functional_call(model, params, (x,))
-
-
-def moved(transform):
-    return lambda run, p: transform(
-        lambda p: run(p, BATCH), (p,), ({name: data(*x.shape, seed=i) for i, (name, x) in enumerate(p.items())},)
-    )[1]
-
-
-def of_norms(run, params):
-    some = {name: params[name] for name in ("1.weight", "3.bias", "4.weight")}
-    return hessian(lambda some: losses(run({**params, **some}, BATCH)).mean())(some)
-
-
-TRANSFORMS = {
-    "gradients per sample": lambda run, p: vmap(grad(lambda p, x: run(p, x[None]).square().sum()), in_dims=(None, 0))(
-        p, BATCH
-    ),
-    "gradients of losses": lambda run, p: jacrev(lambda p: losses(run(p, BATCH)))(p),
-    "jvp": moved(jvp),
-    "hessian": of_norms,
-}
-
-
-@pytest.mark.parametrize("name", TRANSFORMS)
-@pytest.mark.parametrize("kind", ["torch", "primitives"])
-def test_derivatives_in_training(kind, name):
-    pure = pure_module(net(kind))
-    params, buffers = pure.init()
-    found = TRANSFORMS[name](lambda p, x: pure(p, buffers, x)[0], params)
-    torch.testing.assert_close(found, TRANSFORMS[name](without_statistics(), params), rtol=1e-9, atol=1e-9)
-
-
-def test_compiled_training_step():
-    # As little as a compiler needs to see.
-    model = net("torch", momentum=None)[:2].append(nn.Flatten()).append(nn.Linear(18, 3).double())
-    pure, before = pure_module(model), snapshot(model)
-    params, buffers = pure.init()
-
-    def loss(params, buffers, x):
-        output, buffers = pure(params, buffers, x)
-        return losses(output).mean(), buffers
-
-    step = torch.func.grad(loss, has_aux=True)
-    expected, compiled = buffers, torch.compile(step, fullgraph=True, backend="aot_eager")
-    for seed in range(2):
-        x = data(4, 1, 5, 5, seed=seed)
-        gradient, buffers = compiled(params, buffers, x)
-        expected_gradient, expected = step(params, expected, x)
-        torch.testing.assert_close((gradient, buffers), (expected_gradient, expected), **CLOSE)
-    assert buffers["1.num_batches_tracked"] == 2
-    assert_untouched(model, before)
 
 
 def test_a_buffer_that_the_module_deletes_is_none_afterwards():

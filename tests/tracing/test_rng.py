@@ -134,19 +134,6 @@ def test_distributions_have_the_moments_they_should(fn, mean, std):
     assert abs((standardized[1:] * standardized[:-1]).mean()) < error * spread
 
 
-def test_a_function_of_many_draws_advances_by_all_of_them():
-    def fn():
-        return torch.rand(5), torch.rand(3), torch.randn(1)
-
-    (a, b, c), new_state = functionalize_rng(fn)(STATE)
-    assert new_state.offset == 2 + 1 + 1
-    middle = PhiloxState(STATE.seed, STATE.offset + 2)
-    (d, e), _ = functionalize_rng(lambda: (torch.rand(3), torch.randn(1)))(middle)
-    assert torch.equal(b, d)
-    assert torch.equal(c, e)
-    assert not torch.equal(a[:3], b)
-
-
 ERRORS = {
     "aten.poisson": (lambda: torch.poisson(X.abs()), pr.MissingRuleError),
     "_standard_gamma": (lambda: torch._standard_gamma(X.abs()), pr.MissingRuleError),
@@ -263,16 +250,3 @@ def test_one_state_for_all_samples():
             torch.vmap(sample, randomness=randomness)(states, X)
     with pytest.raises(pr.MissingRuleError, match="randperm"):
         torch.vmap(functionalize_rng(lambda: torch.randperm(3)), randomness="different")(states)
-
-
-def test_derivatives_inside_and_outside():
-    pure, ones = functionalize_rng(noisy), torch.ones_like(X)
-    inside = functionalize_rng(torch.func.grad(noisy))(STATE, X)[0]
-    assert torch.equal(torch.func.grad(lambda x: pure(STATE, x)[0])(X), inside)
-    leaf = X.clone().requires_grad_()
-    assert torch.equal(torch.autograd.grad(pure(STATE, leaf)[0], leaf)[0], inside)
-    value, tangent = torch.func.jvp(lambda x: pure(STATE, x)[0], (X,), (ones,))
-    assert torch.equal(value, pure(STATE, X)[0])
-    torch.testing.assert_close(tangent, inside.sum())
-    hvp = torch.func.jvp(torch.func.grad(lambda x: pure(STATE, x)[0]), (X,), (ones,))[1]
-    assert hvp.isfinite().all()

@@ -11,7 +11,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils import _pytree as pytree
 
 from primitives._core.errors import LeafError, TreeError
-from primitives.tracing import PhiloxState, create_joint, functionalize_rng, trace_joint, unwrap_subclasses
+from primitives.tracing import PhiloxState, functionalize_rng, trace_joint, unwrap_subclasses
 from tests.support import data
 
 
@@ -130,22 +130,6 @@ def test_a_joint_graph_over_subclasses():
     assert [spec and spec.type for spec in unwrapped.gradient_specs] == [TwoTensor, None]
     with pytest.raises(LeafError, match=r"cotangents\['y'\] must be a TwoTensor .*, got a plain tensor"):
         unwrapped.unwrap_cotangents({"y": data(3, 2), "twice": None})
-
-
-def test_gradients_as_outputs():
-    """Where the function that is taken apart is the joint one: that of a plain tensor is a subclass then."""
-    x, w, y_bar = two(3, 2).requires_grad_(), data(2, seed=5).requires_grad_(), two(3, 2, seed=7)
-    joint = create_joint(lambda x, w: (x * w).sin())
-    _, expected = joint((x, w), y_bar)
-    unwrapped = unwrap_subclasses(lambda x, w, y_bar: joint((x, w), y_bar), (x, w, y_bar))
-    graph = make_fx(unwrapped.fn, tracing_mode="fake")(*unwrapped.args)
-    assert_plain(graph)
-    assert [spec and spec.type for spec in unwrapped.out_specs] == [TwoTensor] * 3
-    # The subclass requires grad, whatever the plain tensors do that are put into it.
-    pieces, *others = unwrapped.args
-    detached = unwrapped.fn({name: piece.detach() for name, piece in pieces.items()}, *others)
-    for _, found in (unwrapped.wrap(graph(*unwrapped.args)), unwrapped(x, w, y_bar), unwrapped.wrap(detached)):
-        assert all(map(same, found, expected))
 
 
 def test_derivatives_through_a_call_of_every_order():

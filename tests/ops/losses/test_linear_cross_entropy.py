@@ -104,23 +104,6 @@ def test_a_batch_of_rows_is_one_call():
     assert sum("linear_cross_entropy" in str(call) for call in recorder.calls) == 2
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_half_precision_is_that_of_the_formula_in_float64(dtype):
-    args = [normal(shape, i).to(dtype) for i, shape in enumerate(((16, 32), (C, 32), (C,)))]
-    labels = torch.arange(16) % C
-
-    def derivatives(loss, args):
-        gradient = grad(loss, (0, 1, 2))
-        return loss(*args, labels), *jvp(lambda *v: gradient(*v, labels), tuple(args), tuple(a.cos() for a in args))
-
-    actual = tree_leaves(derivatives(loss_of, args))
-    expected = tree_leaves(derivatives(true_loss_of, [a.double() for a in args]))
-    for got, want in zip(actual, expected, strict=True):
-        assert got.dtype == dtype
-        # Logits of 32 products are rounded once, to a digit of their size.
-        assert_close(got.double(), want, rtol=0.0, atol=8 * torch.finfo(dtype).eps * max(1.0, want.abs().max().item()))
-
-
 def test_a_vocabulary_that_is_longer_than_a_chunk():
     """Two rows a chunk: value, gradients and a Hessian-vector product against float64 logits of all rows.
 

@@ -9,7 +9,7 @@ from torch.testing import assert_close
 import primitives as pr
 from perf.ops.samples import Sample, make_options
 from perf.ops.softmax import SOFTMAX
-from tests.properties import check_jvp, check_nesting, check_second_order, check_vjp
+from tests.properties import check_jvp, check_second_order, check_vjp
 from tests.support import data
 
 softmax = pr.functional.softmax
@@ -29,12 +29,6 @@ def test_an_added_mask_has_derivatives_of_two_orders(names, scale, device):
         check_jvp(MASKED, sample, inputs, names)
         if dtype is torch.float64:
             check_second_order(MASKED, sample, dtype, device, names)
-
-
-@pytest.mark.usefixtures("backend")
-@pytest.mark.parametrize("word", ["f", "r", "fff", "rfr", "frr", "rffr"])
-def test_nestings_in_input_and_mask(word, device):
-    check_nesting(MASKED, device, word, None)
 
 
 MASKS = {"of keys": (2, 1, 1, 5), "of pairs": (4, 5), "of samples": (2, 1, 4, 5), "of rows": (2, 3, 4, 1), "one": ()}
