@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import types
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -94,11 +93,18 @@ class _Compiled:
     """The part of a compiled module that differs from the module itself, with which it shares its attributes."""
 
     _original: torch.nn.Module
+    _forward: Any
     compiled: Any  # a property, since the function would be a method
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's, compiled."""
-        return self.compiled(*args, **kwargs)
+    @property
+    def forward(self) -> Any:
+        """The module's, compiled; or what was set on the module since."""
+        found = vars(self).get("forward")
+        return self.compiled if found is self._forward else found
+
+    @forward.setter
+    def forward(self, value: Any) -> None:
+        vars(self)["forward"] = value
 
     @property
     def graphs(self) -> dict[str, JointGraph]:
@@ -117,8 +123,11 @@ def _twin(module: Any, settings: Any) -> Any:
     from primitives._compiled._function import CompiledFunction
 
     kind = type(module)
-    compiled = CompiledFunction(types.MethodType(kind.forward, module), settings)
+    compiled = CompiledFunction(module.forward, settings)
+    # Properties are found before the attributes of the object.
+    own = vars(module).get("forward")
     members = {"_original": module, "compiled": property(lambda self: compiled), "__module__": kind.__module__}
+    members["_forward"] = property(lambda self: own)
     twin = object.__new__(type(f"Compiled{kind.__name__}", (_Compiled, kind), members))
     object.__setattr__(twin, "__dict__", module.__dict__)
     return twin

@@ -7,6 +7,7 @@ import copy
 import functools
 import inspect
 import logging
+import threading
 import types
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -16,16 +17,18 @@ import torch
 from torch import _C
 from torch._C._dynamo.guards import GlobalStateGuard
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 from torch.overrides import _get_current_function_mode_stack, _pop_mode_temporarily
 
 from primitives._compiled._derivatives import SEED, Compiled
 from primitives._compiled._graphs import compiling
-from primitives._core.errors import LeafError
+from primitives._core.errors import LeafError, TraceError
 from primitives._core.recomputation import recomputed
 from primitives._core.trees.nodes import ARGUMENTS, registered
 from primitives.func._reached import Reached
 from primitives.func._region import Guard, Region, once
+from primitives.tracing._errors import current_line
 from primitives.tracing._leaves import Leaves
 
 if TYPE_CHECKING:
@@ -43,6 +46,24 @@ _log = logging.getLogger("primitives.compile")
 _MANY = 8
 
 
+class _Unseeded:
+    """Torch's generator, which the function may not seed: programs draw from the state that they are called in."""
+
+    def __init__(self, thread: int) -> None:
+        self._thread = thread
+
+    def manual_seed(self, seed: int) -> torch.Generator:
+        if threading.get_ident() == self._thread:
+            raise TraceError(
+                f"compile: torch.manual_seed is called inside the function, at {current_line()}, and no program does "
+                "it. Call it outside: numbers are drawn from the state that it sets."
+            )
+        return torch.default_generator.manual_seed(seed)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.default_generator, name)
+
+
 @contextlib.contextmanager
 def _said_to_compile() -> Iterator[None]:
     """Context in which libraries and distributions ask for no values, and no parametrization is kept."""
@@ -50,6 +71,7 @@ def _said_to_compile() -> Iterator[None]:
         mock.patch.object(torch.compiler, "_is_compiling_flag", True),
         mock.patch.object(torch.distributions.Distribution, "_validate_args", False),
         mock.patch.object(parametrize, "_cache", {}),
+        mock.patch.object(torch.random, "default_generator", _Unseeded(threading.get_ident())),
         # Of an operator that raises torch logs its frames, in C++ too, above the error that says enough.
         mock.patch.object(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True),
     ):
@@ -69,6 +91,10 @@ class _Site(Region):
     def __init__(self, owner: CompiledFunction, args: tuple, kwargs: dict[str, Any]) -> None:
         super().__init__(owner.__wrapped__, args, kwargs)  # type: ignore[attr-defined] - set by update_wrapper
         self._owner, self.reached = owner, self._reached
+        if any(map(is_lazy, self.tensors)):
+            raise LeafError(
+                "compile: a lazy module has parameters of unknown sizes. Call it once, uncompiled, and compile it then."
+            )
         if any(isinstance(owner, torch.nn.parallel.DistributedDataParallel) for owner in self._owners):
             raise LeafError(
                 "compile: the function reaches a DistributedDataParallel, which prepares each backward pass in Python, "

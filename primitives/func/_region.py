@@ -16,12 +16,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import arg_tree_leaves
 from torch.utils.checkpoint import get_device_states, set_device_states
 
-from primitives._core.errors import LeafError
+from primitives._core.errors import LeafError, MutationError
 from primitives._core.recomputation import Recomputable
 from primitives._core.trees.nodes import ARGUMENTS, RESULTS, flattened
 from primitives._repair.switch import is_repaired, repaired_thread
 from primitives.func._reached import Reached
-from primitives.tracing._memory import bottom
+from primitives.tracing._memory import bottom, refuse_sharing
 from primitives.tracing._modules.lending import attributes_kept, is_lending, running
 from primitives.tracing._recompute import replaying_checkpoints, replays
 from primitives.tracing._torch_private import has_data_mutation, is_functional
@@ -110,12 +110,29 @@ class Region(Recomputable):
                     if y is not None and (y is not x or _is_written(bottom(y), self._versions[i])):
                         self._changed.append(start + i)
                 places = list(self._registered.values())
+                self._require_kept()
                 self._constants = frozenset(
                     len(self._out_places) + k
                     for k, i in enumerate(self._changed)
                     if all(isinstance(owner, _NormBase) for owner, _, _ in places[i - start])
                 )
             return *(results[i] for i in self._out_places), *(current[i - start] for i in self._changed)
+
+    def _require_kept(self) -> None:
+        """Raise where a buffer is set that was `None`, or written to and shares memory: in a call each is a copy."""
+        places = [*self._registered.values()]
+        known = {(owner, name) for each in places for owner, _, name in each}
+        for owner in self._owners:
+            for name, x in vars(owner)["_buffers"].items():
+                if x is not None and (owner, name) not in known:
+                    raise MutationError(
+                        f"the function sets the buffer {name} of {type(owner).__name__}, which holds no tensor when it "
+                        "is called, and what it sets would be lost. Register the buffer with its first value."
+                    )
+        names = [f"the buffer {each[0][2]}" for each in places]
+        written = [i - self._start for i in self._changed]
+        with _C.DisableTorchFunction():
+            refuse_sharing("a compiled function", names, [*self._registered], written)
 
     def _require_same(self, treespec: Any, results: Sequence[Any]) -> None:
         """Raise if a later run returns what the first did not: where it looks at `requires_grad`, for instance."""

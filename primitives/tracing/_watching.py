@@ -19,6 +19,7 @@ from primitives.tracing._random.operations import arguments_of, draws_nothing, i
 from primitives.tracing._recompute import replaying_checkpoints
 
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined] - a getset descriptor
+_GRAD = torch.Tensor.grad.__get__  # type: ignore[attr-defined] - as above
 # They hand values to Python without an operation that anything below sees.
 _READS = frozenset({torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__, torch.Tensor.__dlpack__})
 # They ask for values of a tensor, which are known where only constants take part.
@@ -84,6 +85,13 @@ class UserCalls(TorchFunctionMode):
                 f"{self._function}: backward() is called inside the function, at {current_line()}, and no graph holds "
                 ".grad. Return the loss, and call backward() and the optimizer outside; a derivative in the loss is "
                 "torch.autograd.grad(..., create_graph=True), or one of torch.func."
+            )
+        if func == _GRAD and self._function == "compile":
+            if isinstance(x := func(*args), torch.Tensor) and torch_private.is_computed(x):
+                return x
+            raise TraceError(
+                f"compile: .grad is read inside the function, at {current_line()}, and a program does not see it. Pass "
+                "the gradient as an argument."
             )
         lists = [x for x in (*args, *kwargs.values()) if isinstance(x, (list, tuple))] if func in _FACTORIES else []
         reads = func in _READS or (func is torch.Tensor.__format__ and args[1])

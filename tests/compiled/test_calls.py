@@ -1,12 +1,6 @@
-"""Calls of compiled functions: trees, sizes, random numbers, modes, and what surrounds them."""
+"""Calls of compiled functions: trees, sizes, outputs, random numbers, modes, transforms."""
 
-import copy
 import dataclasses
-import functools
-import os
-import pickle
-import threading
-import time
 
 import numpy as np
 import optree
@@ -14,11 +8,8 @@ import pytest
 import torch
 from torch import nn
 from torch.autograd import forward_ad
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils.checkpoint import checkpoint
 
 import primitives as pr
-from primitives._compiled import _graphs
 from tests.compiled.support import data, gradients, mlp, plainly, same
 
 X, SHIFT = data(6, 3), data(3, seed=2)
@@ -92,6 +83,17 @@ def test_methods_and_modules_that_are_compiled_twice():
     same(Scaled()(X), 2 * X)
     net = mlp()
     same(plainly(plainly(net))(X), net(X))
+
+
+def test_a_forward_that_was_set_on_a_module():
+    """As accelerate and PEFT do: what is there is compiled, and what comes later runs around that."""
+    net, plain = mlp(), mlp()
+    net.forward = lambda x, forward=net.forward: 2 * forward(x)
+    model = plainly(net)
+    same(gradients(net, model(X).sum()), gradients(plain, 2 * plain(X).sum()))
+    model.forward = lambda x, forward=model.forward: 3 * forward(x)
+    same(model(X), 6 * plain(X))
+    assert model.compiled.settings.programs[0].num_calls == 2
 
 
 @dataclasses.dataclass
@@ -301,128 +303,3 @@ def test_values_of_first_backward_passes_come_from_what_was_saved():
     names = [program.name for program in model.compiled.settings.programs]
     assert not any("vjp" in name for name in names), names
     assert names.count("value, backward") == 2
-
-
-def test_functional_call():
-    net = mlp()
-    compiled = plainly(lambda x: net(x).sum())
-    params = {name: data(*p.shape, seed=5).requires_grad_() for name, p in net.named_parameters()}
-    model = plainly(net)
-    for given in (params, {name: p * 2 for name, p in params.items()}):
-        same(torch.func.functional_call(model, given, (X,)), torch.func.functional_call(net, given, (X,)))
-    found = torch.func.grad(lambda p: torch.func.functional_call(model, p, (X,)).sin().sum())(params)
-    truth = torch.func.grad(lambda p: torch.func.functional_call(net, p, (X,)).sin().sum())(params)
-    same(found.values(), truth.values())
-    same(compiled(X), net(X).sum())
-
-
-def test_around():
-    net = mlp()
-    model, truth = plainly(net), mlp()(X).square().sum()
-    outer = plainly(lambda x: model(x).square().sum())
-    same(gradients(net, outer(X)), gradients(net, net(X).square().sum()))
-    x = X.clone().requires_grad_()
-    for y in (pr.func.checkpoint(model, x), checkpoint(model, x, use_reentrant=False)):
-        same(gradients(net, y.square().sum()), gradients(net, net(X).square().sum()))
-    same(torch.compile(lambda x: model(x).square().sum(), backend="eager", fullgraph=True)(X), truth)
-    assert len(make_fx(model)(X).graph.nodes) > 5
-    tangent = pr.func.checkpoint(lambda x: torch.func.jvp(model, (x,), (X,))[1], x).sum()
-    same(torch.autograd.grad(tangent, x), torch.autograd.grad(torch.func.jvp(net, (x,), (X,))[1].sum(), x))
-
-
-def test_copies():
-    net = mlp()
-    model = plainly(net)
-    truth = model(X)
-    assert isinstance(model, nn.Sequential)
-    assert [*model.state_dict()] == [*net.state_dict()]
-    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        same(other(X), truth)
-        with torch.no_grad():
-            other[0].weight.zero_()
-        assert len(other.compiled.settings.programs) == 1
-    same(model(X), truth)
-    assert pickle.loads(pickle.dumps(plainly(torch.sin)))(X).equal(X.sin())
-
-
-def test_threads_and_processes():
-    net, found = mlp(), {}
-    compiled = plainly(lambda x: net(x).sum())
-    threads = [threading.Thread(target=lambda n=n: found.setdefault(n, compiled(X[:n]))) for n in range(1, 7)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    same([found[n] for n in range(1, 7)], [net(X[:n]).sum() for n in range(1, 7)])
-    if hasattr(os, "fork"):
-        child = os.fork()
-        if child == 0:
-            # Without it plain torch hangs, too, in a child whose parent has used several threads.
-            torch.set_num_threads(1)
-            os._exit(0 if torch.allclose(compiled(X), net(X).sum()) else 1)
-        assert os.waitpid(child, 0)[1] == 0
-
-
-def test_a_long_first_call_is_not_silent(monkeypatch, caplog):
-    monkeypatch.setattr(_graphs, "_PATIENCE", 0.01)
-    _graphs._say_slow.cache_clear()
-
-    def slowly(module, fakes):
-        time.sleep(0.3)
-        return module
-
-    for _ in range(2):
-        pr.compile(lambda x: x.sin(), backend=slowly)(X)
-    assert sum("traces and compiles" in record.getMessage() for record in caplog.records) == 1
-    assert caplog.records[0].levelname == "WARNING"
-
-
-def test_an_error_leaves_nothing():
-    fails = [True]
-
-    def function(x):
-        if fails[0]:
-            raise KeyError("mine")
-        return x.sin()
-
-    compiled = plainly(function)
-    with pytest.raises(KeyError, match="mine"):
-        compiled(X)
-    assert not compiled.settings.programs
-    fails[0] = False
-    same(compiled(X), X.sin())
-
-
-def test_custom_operators():
-    @pr.custom_op("compiled_tests::cube")
-    def cube(x: torch.Tensor) -> torch.Tensor:
-        return x**3
-
-    cube.def_save_for_backward(lambda inputs, output: inputs.x)
-    cube.def_backward(lambda ctx, x, y_bar: {"x": y_bar * 3 * x**2})
-    function = plainly(lambda x: cube(x).sum())
-    x = X.clone().requires_grad_()
-    (g,) = torch.autograd.grad(function(x), x, create_graph=True)
-    same(g, 3 * X**2)
-    same(torch.autograd.grad(g.sum(), x), 6 * X)
-
-
-def test_checkpoints_of_torch_inside_find_the_parameters_of_the_call():
-    net = nn.Sequential(nn.Linear(3, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 1)).double()
-
-    def loss(x, **options):
-        x = x.clone().requires_grad_()
-        y = checkpoint(net, x, **options)
-        (g,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-        return (g.norm(dim=1) - 1).square().mean()
-
-    once = functools.partial(loss, use_reentrant=False)
-    plain = functools.partial(checkpoint, net, use_reentrant=False)
-    for run, truth in (
-        (plainly(once), once),
-        (lambda x: pr.func.checkpoint(plain, x).square().sum(), lambda x: net(x).square().sum()),
-    ):
-        with pr.repair_torch():
-            same(gradients(net, run(X)), gradients(net, truth(X)))
-    with pytest.raises(pr.LeafError, match="use_reentrant=False"):
-        plainly(functools.partial(loss, use_reentrant=True))(X)

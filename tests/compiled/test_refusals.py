@@ -44,6 +44,48 @@ def test_a_backward_pass_inside_names_the_line_and_the_remedy():
         plainly(lambda x: x.clone().requires_grad_().sum().backward())(X)
 
 
+class Buffers(torch.nn.Module):
+    def __init__(self, write):
+        super().__init__()
+        self.register_buffer("a", X.sum(0))
+        self.register_buffer("b", self.a[:2])
+        self.register_buffer("none", None)
+        self.write = write
+
+    def forward(self, x):
+        self.write(self)
+        return x * self.a
+
+
+def seeded(x):
+    torch.manual_seed(0)
+    return x * torch.rand(3)
+
+
+def of_gradients(x):
+    return x * HELD.grad
+
+
+@pytest.mark.parametrize(
+    "function, kind, what",
+    [
+        (seeded, pr.TraceError, r"torch.manual_seed is called .*test_refusals.py:\d+: torch.manual_seed"),
+        (of_gradients, pr.TraceError, r"\.grad is read .*test_refusals.py:\d+"),
+        (Buffers(lambda net: net.b.add_(1)), pr.MutationError, "the buffer a, the buffer b share memory"),
+        (Buffers(lambda net: setattr(net, "none", X)), pr.MutationError, "sets the buffer none of Buffers"),
+        (torch.nn.Sequential(torch.nn.LazyLinear(3)), pr.LeafError, "a lazy module .* Call it once"),
+    ],
+)
+def test_what_would_be_lost(function, kind, what):
+    with pytest.raises(kind, match=what):
+        plainly(function)(X)
+
+
+def test_buffers_that_share_memory_may_be_read():
+    net = Buffers(lambda net: None)
+    same(plainly(net)(X), net(X))
+
+
 def test_recorded_batches_of_cotangents_are_refused():
     x, compiled = X.clone().requires_grad_(), plainly(lambda x: x.sin())
     rows = torch.eye(X.numel(), dtype=X.dtype).view(-1, *X.shape)
