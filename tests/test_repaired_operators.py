@@ -1,6 +1,7 @@
 """Single operators of torch under `repair_torch`, each with a fault that it had."""
 
 import functools
+import weakref
 
 import pytest
 import torch
@@ -182,3 +183,60 @@ def test_directions_of_complex_numbers_are_right_to_order_3_and_do_not_move_at_z
         zero = torch.zeros_like(x)
         found = [nested(lambda x: torch.view_as_complex(x).sgn().abs().sum(), [v], n)(zero) for n in nestings(3)]
     assert not any(found)
+
+
+class _Kept:
+    def __init__(self, x):
+        self.x = x
+
+
+def _bag_changed_later(change, mode="sum", **options):
+    leaf = (torch.arange(8.0, dtype=torch.float64).reshape(4, 2) + 1).requires_grad_()
+    weight = leaf * 1
+    y = F.embedding_bag(torch.tensor([[0, 1, 2], [1, 1, 3]]), weight, mode=mode, **options)
+    change(weight)
+    return torch.autograd.grad(y.square().sum(), leaf, create_graph=True)[0].detach()
+
+
+def _frozen_later():
+    right, factor = (torch.ones(2, 2, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    y = torch.cholesky_solve(right, factor)
+    factor.requires_grad_(False)
+    y.sum().backward()
+    return right.grad
+
+
+LATER = {
+    "written to": lambda: _bag_changed_later(lambda w: w.mul_(3)),
+    "other maxima": lambda: _bag_changed_later(lambda w: w.detach().neg_(), mode="max"),
+    "detached": lambda: _bag_changed_later(lambda w: w.detach_()),
+    "sparse": lambda: _bag_changed_later(lambda w: None, sparse=True).to_dense(),
+    "frozen": _frozen_later,
+}
+
+
+@pytest.mark.parametrize("name", LATER)
+def test_gradients_belong_to_what_an_argument_was_in_its_call(name):
+    expected = LATER[name]()
+    with pr.repair_torch():
+        torch.testing.assert_close(LATER[name](), expected)
+
+
+def test_in_place_operators_refuse_what_torch_refuses():
+    with pr.repair_torch(), pytest.raises(RuntimeError, match="can't be cast"):
+        torch.tensor([2.0]).pow_(torch.tensor([1 + 1j], requires_grad=True))
+
+
+def test_a_backward_pass_within_hooks_of_saved_tensors_keeps_none_of_them():
+    alive = []
+
+    def keep(x):
+        alive.append(weakref.ref(kept := _Kept(x)))
+        return kept
+
+    with pr.repair_torch(), torch.autograd.graph.saved_tensors_hooks(keep, lambda kept: kept.x):
+        x = torch.eye(2, dtype=torch.float64).requires_grad_()
+        torch.cholesky_inverse(x * 1).sum().backward()
+    del x
+    assert alive
+    assert not any(reference() for reference in alive)

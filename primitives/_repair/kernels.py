@@ -42,7 +42,7 @@ SIGNS = ("layer_norm", "group_norm", *_BATCH_NORMS, "scaled_dot_product_attentio
 _WRONG_AT_ONCE = (torch.ops.aten.cholesky_solve.default, torch.ops.aten.cholesky_inverse.default)
 # Of others, in C++ that is wrong in place.
 _COMPOSED = (torch.ops.aten.cosine_embedding_loss.default,)
-# That of `_embedding_bag`, which depends on it where it is saved alone.
+# That of `_embedding_bag`, which depends on it where it is saved alone; an optimizer may step before the backward pass.
 _NOT_ALWAYS_SAVED = ("weight",)
 
 
@@ -177,7 +177,9 @@ def inplace_kernel(repair: Repair, own: Callable[..., Any]) -> Callable[..., Any
         is_recorded = repair.reverse == "formula" and torch.is_grad_enabled() and _C._any_requires_grad(x, *args)
         if peek() is None and not is_recorded and not carries_tangent((x, *args), kwargs):
             return own(keyset, x, *args, **kwargs)
-        return x.copy_(repair.operator(x.clone(), *args, **kwargs))
+        y = repair.operator(x.clone(), *args, **kwargs)
+        # Torch's own refuses what does not fit.
+        return x.copy_(y) if torch.can_cast(y.dtype, x.dtype) else own(keyset, x, *args, **kwargs)
 
     return kernel
 
@@ -189,6 +191,9 @@ def _in_plain_code(own: Callable[..., Any], repair: Repair) -> Callable[..., Any
     arguments = [argument.name for argument in repair.operator._schema.arguments]
     is_leaf = repair.operator not in _COMPOSED
 
+    def is_saved(node: Any, name: str) -> bool:
+        return not repair.is_wrong_at_once and name not in _NOT_ALWAYS_SAVED and hasattr(type(node), f"_saved_{name}")
+
     def recorded(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         hooks = _top_saved_tensors_default_hooks(False) if is_leaf else None
         if hooks is None:
@@ -199,19 +204,19 @@ def _in_plain_code(own: Callable[..., Any], repair: Repair) -> Callable[..., Any
         node = (outputs if isinstance(outputs, torch.Tensor) else outputs[0]).grad_fn
         if node is None:
             return outputs
-        values, names, places = [*args, *kwargs.values()], [*arguments[: len(args)], *kwargs], None
-        if repair.is_wrong_at_once:
-            places = _places_of_edges(node, values)
-        else:
-            # The hook holds no tensor that the node saves itself, as nodes of C++ do by name.
-            for i, name in enumerate(names):
-                is_saved = name not in _NOT_ALWAYS_SAVED and hasattr(type(node), f"_saved_{name}")
-                if is_saved and isinstance(values[i], torch.Tensor):
-                    values[i] = _Saved(f"_saved_{name}")
+        values, names = [*args, *kwargs.values()], [*arguments[: len(args)], *kwargs]
+        # The hook holds a tensor only if the node does not hand it out: this may be another one by then.
+        held = {i: x for i, x in enumerate(values) if isinstance(x, torch.Tensor) and not is_saved(node, names[i])}
+        places = _places_of_edges(node, values) if held else None
+        versions = {i: x._version for i, x in held.items() if x.requires_grad}
+        values = [
+            _Saved(f"_saved_{name}") if isinstance(x, torch.Tensor) and i not in held else x
+            for i, (x, name) in enumerate(zip(values, names, strict=True))
+        ]
         if repair.operator.namespace != "aten":
             # Backward passes in Python may not be differentiable, and their results go where one is recorded.
             node.register_prehook(_unrecorded)
-        node.register_hook(functools.partial(_replaced, repair, values, names, len(args), places))
+        node.register_hook(functools.partial(_replaced, repair, values, names, len(args), places, versions))
         if hooks is not None:
             node.register_hook(_forget)
         return outputs
@@ -253,21 +258,35 @@ def _unrecorded(_cotangents: Any) -> None:
 
 
 def _places_of_edges(node: Any, values: Sequence[Any]) -> list[int | None]:
-    """For each gradient that a node returns, the place of the argument that has it."""
-    free = {i: torch.autograd.graph.get_gradient_edge(x) for i, x in enumerate(values) if _is_free(x)}
+    """For each gradient that a node returns, the place of the argument that has it; a leaf may be frozen by now."""
+    tensors = {i: x for i, x in enumerate(values) if isinstance(x, torch.Tensor)}
+    edges = {i: torch.autograd.graph.get_gradient_edge(x) for i, x in tensors.items() if x.requires_grad}
     places = []
-    for edge in node.next_functions:
-        place = next((i for i, own in free.items() if (own.node, own.output_nr) == edge), None)
+    for end, number in node.next_functions:
+        leaf = getattr(end, "variable", None)
+        ours = (i for i, own in edges.items() if (own.node, own.output_nr) == (end, number))
+        place = next(ours, next((i for i, x in tensors.items() if x is leaf), None))
         if place is not None:
-            del free[place]
+            del tensors[place]
+            edges.pop(place, None)
         places.append(place)
     return places
 
 
 def _replaced(
-    repair: Repair, values: list[Any], names: list[str], count: int, places: Any, found: Any, cotangents: Any
+    repair: Repair,
+    values: list[Any],
+    names: list[str],
+    count: int,
+    places: Any,
+    versions: dict[int, int],
+    found: Any,
+    cotangents: Any,
 ) -> tuple[Any, ...] | None:
-    """The gradients that a node returns, by the formula, where the backward pass is recorded or torch's are wrong."""
+    """The gradients that a node returns, by the formula, where the backward pass is recorded or torch's are wrong.
+
+    Torch's own stay if an argument that the node does not save was written to since, and if they are sparse.
+    """
     node: Any = _C._current_autograd_node()
     is_recorded = False
     if node is not None:  # as in `_unrecorded`
@@ -275,34 +294,38 @@ def _replaced(
         _C._set_grad_enabled(is_recorded)
     if not (is_recorded or repair.is_wrong_at_once):
         return None
+    is_stale = any(values[i]._version != version for i, version in versions.items())
+    if is_stale or any(bar is not None and bar.layout is not torch.strided for bar in found):
+        return None
     values = [getattr(node, value) if isinstance(value, _Saved) else value for value in values]
     places = _places_of_edges(node, values) if places is None else places
+    wanted = {place for place in places if place is not None}
     with repairing(repair.name), torch.enable_grad():
         # Views, so that what one argument has of another does not count twice.
-        views = [state.without_subclass(x.view_as(x) if _is_free(x) else x) for x in values]
+        views = [state.without_subclass(_free(x) if i in wanted else x) for i, x in enumerate(values)]
         outputs = repair.formula(*views[:count], **dict(zip(names[count:], views[count:], strict=True)))
     if outputs is NotImplemented:
         return None
     outputs = [outputs] if isinstance(outputs, torch.Tensor) else outputs
-    gradients = _gradients(outputs, views, cotangents, is_recorded=is_recorded)
+    gradients = _gradients(outputs, {i: views[i] for i in wanted}, cotangents, is_recorded=is_recorded)
     # Autograd refuses a gradient of what nobody asked for, where torch has computed none.
     edges = zip(places, found, node.next_functions, strict=True) if node is not None else ()
     unasked = {place for place, bar, (end, _) in edges if bar is None and end and not _C._will_engine_execute_node(end)}
     return tuple(None if place is None or place in unasked else gradients[place] for place in places)
 
 
-def _is_free(x: Any) -> bool:
-    return isinstance(x, torch.Tensor) and x.requires_grad
+def _free(x: torch.Tensor) -> torch.Tensor:
+    """A view that has a gradient of its own."""
+    return x.view_as(x) if x.requires_grad else x.detach().requires_grad_()
 
 
 def _gradients(
-    outputs: Sequence[Any], values: Sequence[Any], cotangents: Sequence[Any], *, is_recorded: bool
+    outputs: Sequence[Any], values: dict[int, torch.Tensor], cotangents: Sequence[Any], *, is_recorded: bool
 ) -> dict[int, Any]:
     """By the place of each argument that has one; outputs that have none come last."""
-    wanted = [i for i, x in enumerate(values) if _is_free(x)]
     given = [(y, bar) for y, bar in zip(outputs, cotangents, strict=False) if bar is not None and y.requires_grad]
     if not given:
-        return dict.fromkeys(wanted)
+        return dict.fromkeys(values)
     ys, bars = zip(*given, strict=True)
-    options = {"retain_graph": True, "create_graph": is_recorded, "allow_unused": True}
-    return dict(zip(wanted, torch.autograd.grad(ys, [values[i] for i in wanted], bars, **options), strict=True))
+    found = torch.autograd.grad(ys, [*values.values()], bars, create_graph=is_recorded, allow_unused=True)
+    return dict(zip(values, found, strict=True))
