@@ -9,13 +9,7 @@ from typing import Any
 import torch
 
 from primitives._audit.nestings import described, nested_by_autograd, nestings
-from primitives._audit.recording import (
-    Recorder,
-    autograd_functions,
-    labels_of,
-    line_of_definition,
-    places_by_module,
-)
+from primitives._audit.recording import Recorder, autograd_functions, labels_of, line_of_definition, places_by_module
 from primitives._audit.report import AuditReport, Finding, grouped
 from primitives._audit.strict import Call, culprits, errors_of
 from primitives._audit.table import MAX_ORDER, tabled_version, verdict_of

@@ -42,10 +42,9 @@ def sync_batch_norm(
     arguments.momentum(name, momentum)
     arguments.number(name, "eps", eps)
     arguments.positive_eps(name, eps)
-    arguments.batch_norm(name, "input", x, *state, weight, bias, training=training, is_whole=False)
+    arguments.batch_norm(name, "input", x, *state, weight, bias, training=training, writes=True, is_whole=False)
     if x.dim() == 1:
         raise ShapeError(f"SyncBatchNorm: input must have at least 2 axes, [N, C, *spatial], got {list(x.shape)}.")
-    arguments.written(name, *state)
     group_name, world = group.group_name, group.size()
     if not torch.compiler.is_dynamo_compiling():
         _agree(module, group_name, world, x)

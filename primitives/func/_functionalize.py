@@ -69,11 +69,7 @@ def _functionalized(given: tuple[Any, ...], remove: str) -> Any:
 
 
 def debug_unwrap(
-    tensor: PyTree,
-    *,
-    recurse: bool = True,
-    namespace: str = "",
-    is_leaf: Callable[[Any], bool] | None = None,
+    tensor: PyTree, *, recurse: bool = True, namespace: str = "", is_leaf: Callable[[Any], bool] | None = None
 ) -> PyTree:
     """`torch.func.debug_unwrap` over pytrees: the tensors inside those of transforms, to be printed and nothing else.
 

@@ -24,10 +24,7 @@ _R = TypeVar("_R")
 
 
 def linearize(
-    func: Callable[..., _R],
-    *primals: Any,
-    namespace: str = "",
-    is_leaf: Callable[[Any], bool] | None = None,
+    func: Callable[..., _R], *primals: Any, namespace: str = "", is_leaf: Callable[[Any], bool] | None = None
 ) -> tuple[_R, Callable[..., _R]]:
     """Value of `func` at `primals`, and its derivative there as a linear function.
 

@@ -112,6 +112,12 @@ def added(op_name: str, label: str, x: Tensor, residual: Any) -> None:
     _pair(op_name, label, x, tuple(x.shape), f"that of {label}", residual=residual)
 
 
+def add_layer_norm(op_name: str, label: str, x: Tensor, shape: tuple[int, ...], residual: Any, **params: Any) -> None:
+    """Raise unless `residual` can be added to `x`, and the sum normalized."""
+    added(op_name, label, x, residual)
+    layer_norm(op_name, label, x, shape, **params)
+
+
 def batch_axes(param: Tensor, norm_ndim: int) -> tuple[int, ...]:
     """Sizes of the leading axes of a parameter `[*batch, *norm]`, or `[*batch, 1, *norm]` with axes of tokens."""
     lead = list(param.shape[: param.dim() - norm_ndim])
@@ -163,9 +169,10 @@ def _values_per_group(x: Tensor, num_groups: int) -> int:
 
 
 def instance_norm(
-    label: str, x: Tensor, running_mean: Any, running_var: Any, weight: Any, bias: Any, *, use_input_stats: bool
-) -> None:
-    """Raise unless the arguments of an instance norm fit one another."""
+    label: str, x: Tensor, running_mean: Any, running_var: Any, weight: Any, bias: Any, *, use_input_stats: bool,
+    writes: bool,
+) -> None:  # fmt: skip
+    """Raise unless the arguments of an instance norm fit one another, and can be written if they are to be."""
     floating("instance_norm", label, x.dtype)
     if x.dim() < BATCH_NORM_MIN_DIM:
         raise ShapeError(f"instance_norm: {label} must have at least 2 axes, [N, C, *], got {_list(x.shape)}.")
@@ -181,6 +188,8 @@ def instance_norm(
         raise ShapeError(
             f"instance_norm: {label} must have more than 1 position with use_input_stats, got {_list(x.shape)}."
         )
+    if writes:
+        written("instance_norm", running_mean, running_var)
 
 
 def positive_eps(op_name: str, value: float) -> None:
@@ -223,8 +232,10 @@ def batch_norm(
     running_var: Tensor | None,
     weight: Tensor | None,
     bias: Tensor | None,
+    residual: Any = None,
     *,
     training: bool,
+    writes: bool = False,
     is_whole: bool = True,
 ) -> None:
     """Raise unless the arguments of a batch norm fit one another; `is_whole`: no other process has a part of `x`."""
@@ -254,6 +265,10 @@ def batch_norm(
             f"{op_name}: {label} must have more than 1 value per channel in training, got {_list(x.shape)}. "
             "Use a larger batch, or evaluation mode."
         )
+    if residual is not None:
+        added(op_name, label, x, residual)
+    if writes:
+        written(op_name, running_mean, running_var)
 
 
 def softmax(

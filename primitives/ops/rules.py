@@ -93,10 +93,7 @@ def bind_kernels(op: Primitive, module: str, name: str, **constants: bool | int)
 
 
 def define(
-    op: Primitive,
-    formula: Callable[..., Any],
-    pieces: Callable[[Any], Any],
-    on_cpu: Callable[[Any], Any] | None = None,
+    op: Primitive, formula: Callable[..., Any], pieces: Callable[[Any], Any], on_cpu: Callable[[Any], Any] | None = None
 ) -> None:
     """Define `op`, and its kernel for the CPU, by one formula.
 
@@ -175,10 +172,7 @@ def derivatives(
         moved = f"{listed('Tensor?', results, '_bar_dot')}, {listed('Tensor?', second.split(), '_dot')}"
         bars_dot = listed("Tensor", args, "_bar_dot")
         schemas["bwd_jvp"] = f"({bars}, {of}, {moved}, {options}, bool[] output_mask) -> ({bars_dot})"
-    residuals = {
-        "bwd": [*(f"{name}_bar" for name in results), *own],
-        "jvp": [*own, *(f"{name}_dot" for name in args)],
-    }
+    residuals = {"bwd": [*(f"{name}_bar" for name in results), *own], "jvp": [*own, *(f"{name}_dot" for name in args)]}
     ops = []
     for suffix, schema in schemas.items():
         more = [name for name in keeps.split() if f" {name}" in schema]

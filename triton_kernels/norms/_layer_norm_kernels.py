@@ -13,12 +13,7 @@ from ._launch import Backward
 
 # How a row is summed up in the forward, by whether it is centered.
 FORWARD_SUMS = {
-    True: {
-        "stats": steps.fwd_stats,
-        "anchor": steps.fwd_anchor,
-        "fold": steps.fwd_fold,
-        "merge": steps.fwd_merge,
-    },
+    True: {"stats": steps.fwd_stats, "anchor": steps.fwd_anchor, "fold": steps.fwd_fold, "merge": steps.fwd_merge},
     False: {"stats": steps.rms_stats, "fold": steps.rms_fold, "merge": steps.rms_merge},
 }
 # By whether the norm is centered, and by what follows x_hat: SiLU, or the dtype that it is rounded to.

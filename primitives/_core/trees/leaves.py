@@ -169,7 +169,7 @@ def map_tensors(
     num_results: int | None = None,
     root: str = "input",
 ) -> Any:
-    """Apply `compute(leaf, *values)` to every tensor of `tree`, after `check(label, leaf, *values)` passed for all.
+    """Apply `compute(leaf, *values)` to every tensor of `tree`, after `check(label, leaf, **values)` passed for all.
 
     The values are those of `prefixes`, each a tensor, `None`, or a tree prefix of `tree`. With `num_results`, `compute`
     returns a tuple of that many, and this a tuple of trees. `None`s in the tree stay as they are. Errors call the tree
@@ -180,7 +180,7 @@ def map_tensors(
     if isinstance(tree, torch.Tensor):
         values = prefixes.values()
         if _are_dense_tensors((tree, *values)):
-            check(root, tree, *values)
+            check(root, tree, **prefixes)
             return compute(tree, *values)
     leaves, treespec = optree.tree_flatten(cast("Any", tree), none_is_leaf=True, namespace=namespace)
     accessors = treespec.accessors()
@@ -197,7 +197,7 @@ def map_tensors(
             continue
         label = accessor.codify(root)
         _require_dense_tensors(op_name, (label, *prefixes), call)
-        check(label, *call)
+        check(label, call[0], **dict(zip(prefixes, call[1:], strict=True)))
     results = [None if call[0] is None else compute(*call) for call in calls]
     if num_results is None:
         return treespec.unflatten(results)

@@ -55,10 +55,7 @@ def _unfolded(x: Tensor | None, kind: str, problem: Problem) -> Tensor:
 
 
 def in_blocks(
-    problem: Problem,
-    function: Callable[[Rows], Sequence[Tensor | None]],
-    kinds: str,
-    output_mask: Sequence[bool],
+    problem: Problem, function: Callable[[Rows], Sequence[Tensor | None]], kinds: str, output_mask: Sequence[bool]
 ) -> tuple[Tensor, ...]:
     """`function` of all rows, in blocks, of which derivatives of every order keep the arguments alone.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any, Literal, overload
 
@@ -135,8 +136,7 @@ def attention(
     checks.stream("attention", seed, offset)
     names = ("k", "v", "bias", "mask")
 
-    def check(label: str, q: Tensor, k: Any, v: Any, bias: Any, mask: Any, seed: Any, offset: Any) -> None:
-        checks.attention("attention", label, q, k, v, bias, mask, names, shares_heads=True, seed=seed, offset=offset)
+    check = functools.partial(checks.attention, "attention", names=names, shares_heads=True)
 
     def compute(
         q: Tensor, k: Tensor, v: Tensor, bias: Any, mask: Any, own_seed: Any, own_offset: Any

@@ -19,6 +19,7 @@ NaN where it is dropped.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -119,8 +120,7 @@ def dropout(
     """
     arguments.probability("dropout", p)
 
-    def check(label: str, x: Tensor) -> None:
-        arguments.dropout(label, x, inplace=inplace and training)
+    check = functools.partial(arguments.dropout, inplace=inplace and training)
 
     def compute(x: Tensor) -> Tensor:
         # Where nothing is left to chance, torch draws nothing either.

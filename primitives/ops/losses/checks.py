@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -45,13 +47,15 @@ def class_axis(x: Tensor) -> int:
 
 
 def loss(
-    op_name: str, label: str, x: Tensor, target: Tensor | None, weight: Tensor | None, *, takes_probabilities: bool
+    op_name: str, label: str, x: Tensor, target: Any, weight: Any, *, takes_probabilities: bool, ignore_index: int = -1
 ) -> None:
     """Raise unless `target` and `weight` fit the logits, or logarithms of probabilities, `x`."""
     floating(op_name, label, x.dtype)
     if x.dim() == 0:
         raise ShapeError(f"{op_name}: {label} must have shape [C] or [N, C, *], got [].")
     fit(op_name, label, x.dtype, x.device, tuple(x.shape), target, weight, takes_probabilities=takes_probabilities)
+    if ignore_index >= 0:
+        class_indices(op_name, tuple(x.shape), target)
 
 
 def fit(
@@ -123,13 +127,7 @@ def _layer(x: Tensor, linear_weight: Tensor, linear_bias: Tensor | None) -> None
 
 
 def linear_loss(
-    x: Tensor,
-    linear_weight: Tensor,
-    target: Tensor,
-    linear_bias: Tensor | None,
-    weight: Tensor | None,
-    *,
-    shift: bool,
+    x: Tensor, linear_weight: Tensor, target: Tensor, linear_bias: Tensor | None, weight: Tensor | None, *, shift: bool
 ) -> tuple[int, ...]:
     """The shape of the logits; raises unless the arguments of a linear cross-entropy fit one another."""
     given = {"input": x, "linear_weight": linear_weight, "target": target, "linear_bias": linear_bias, "weight": weight}

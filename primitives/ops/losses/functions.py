@@ -100,10 +100,7 @@ def cross_entropy(
             options = {"ignore_index": ignore_index, "reduction": reduction, "label_smoothing": label_smoothing}
             return cast("PyTree", of_torch.cross_entropy(cast("Any", input), target, weight, **options))
 
-    def check(label: str, x: Tensor, target: Tensor, weight: Tensor | None) -> None:
-        checks.loss("cross_entropy", label, x, target, weight, takes_probabilities=True)
-        if ignore_index >= 0:
-            checks.class_indices("cross_entropy", tuple(x.shape), target)
+    check = functools.partial(checks.loss, "cross_entropy", takes_probabilities=True, ignore_index=ignore_index)
 
     def compute(x: Tensor, target: Tensor, weight: Tensor | None) -> Tensor:
         axis, shape, options = checks.class_axis(x), tuple(x.shape), (weight, label_smoothing, z_loss)
@@ -178,8 +175,7 @@ def nll_loss(
             options = {"ignore_index": ignore_index, "reduction": reduction}
             return cast("PyTree", of_torch.nll_loss(cast("Any", input), target, weight, **options))
 
-    def check(label: str, x: Tensor, target: Tensor, weight: Tensor | None) -> None:
-        checks.loss("nll_loss", label, x, target, weight, takes_probabilities=False)
+    check = functools.partial(checks.loss, "nll_loss", takes_probabilities=False)
 
     def compute(x: Tensor, target: Tensor, weight: Tensor | None) -> Tensor:
         labels, axis = _labels("nll_loss", x, target, ignore_index), checks.class_axis(x)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -67,12 +68,7 @@ def _is_torchs(x: Any, mean: Any, var: Any, weight: Any, bias: Any, training: An
 
 
 def _blended(
-    train: Primitive,
-    given: tuple[Any, ...],
-    running_mean: Tensor,
-    running_var: Tensor,
-    momentum: Tensor,
-    eps: float,
+    train: Primitive, given: tuple[Any, ...], running_mean: Tensor, running_var: Tensor, momentum: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """A training step with a tensor for `momentum`: the normalized `x`, and the new running statistics."""
     x = given[0]
@@ -152,12 +148,7 @@ def _batch_norm_tree(name: str, given: tuple, namespace: str, residual: Any = No
     if training:
         arguments.positive_eps(name, eps)
 
-    def check(label: str, x: Tensor, mean: Any, var: Any, weight: Any, bias: Any, residual: Any) -> None:
-        arguments.batch_norm(name, label, x, mean, var, weight, bias, training=training)
-        if residual is not None:
-            arguments.added(name, label, x, residual)
-        if in_place and training:
-            arguments.written(name, mean, var)
+    check = functools.partial(arguments.batch_norm, name, training=training, writes=in_place and training)
 
     def compute(x: Tensor, mean: Any, var: Any, weight: Any, bias: Any, residual: Any) -> tuple[Tensor, Any, Any]:
         weight = weight_beside(bias, weight, x)

@@ -37,14 +37,7 @@ from primitives.ops.norms.batch_norm import (
 )
 from primitives.ops.norms.batch_norm_eval import batch_norm_eval_bwd_p, batch_norm_eval_jvp_p, batch_norm_eval_p
 from primitives.ops.norms.channels import contiguous_like
-from primitives.ops.rules import (
-    accumulation_dtype,
-    batch_all,
-    bind_family,
-    computed,
-    empty_output,
-    first_order,
-)
+from primitives.ops.rules import accumulation_dtype, batch_all, bind_family, computed, empty_output, first_order
 
 
 def through(y: Tensor, v: Tensor) -> Tensor:
@@ -160,11 +153,7 @@ def _with_relu(
 
 
 batch_norm_relu_p, batch_norm_relu_bwd_p, batch_norm_relu_jvp_p, batch_norm_relu_fwd_jvp_p = _with_relu(
-    batch_norm_p,
-    batch_norm_bwd_p,
-    batch_norm_jvp_p,
-    ("x", "weight", "mean", "rstd"),
-    "batch_norm_train",
+    batch_norm_p, batch_norm_bwd_p, batch_norm_jvp_p, ("x", "weight", "mean", "rstd"), "batch_norm_train"
 )
 batch_norm_relu_eval_p, *_ = _with_relu(
     batch_norm_eval_p,

@@ -41,11 +41,7 @@ def contiguous_like(x: Tensor, like: Tensor, batch_ndim: int) -> Tensor:
 
 
 def channels(
-    x: Tensor,
-    batch_ndim: int,
-    eps: float = 0.0,
-    statistics: tuple[Tensor, Tensor] | None = None,
-    of: type[Norm] = Norm,
+    x: Tensor, batch_ndim: int, eps: float = 0.0, statistics: tuple[Tensor, Tensor] | None = None, of: type[Norm] = Norm
 ) -> Norm:
     """The norm of each channel: by its own statistics, or `of` given ones, mean and rstd `[*batch, C]`."""
     norm_axes = [batch_ndim, *range(batch_ndim + 2, x.dim())]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any, cast
 
@@ -91,8 +92,7 @@ def group_norm(
                 pass  # A check of this package says what is wrong.
     arguments.number("group_norm", "eps", eps)
 
-    def check(label: str, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
-        arguments.group_norm(label, x, num_groups, weight=weight, bias=bias)
+    check = functools.partial(arguments.group_norm, num_groups=num_groups)
 
     def compute(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         return group_norm_of_tensors(x, num_groups, weight_beside(bias, weight, x), bias, eps, activation)[0]
@@ -200,10 +200,8 @@ def _instance_norm_tree(given: tuple, namespace: str, *, in_place: bool) -> tupl
     if use_input_stats:
         arguments.positive_eps("instance_norm", eps)
 
-    def check(label: str, x: Tensor, mean: Any, var: Any, weight: Any, bias: Any) -> None:
-        arguments.instance_norm(label, x, mean, var, weight, bias, use_input_stats=use_input_stats)
-        if in_place and use_input_stats:
-            arguments.written("instance_norm", mean, var)
+    options = {"use_input_stats": use_input_stats, "writes": in_place and use_input_stats}
+    check = functools.partial(arguments.instance_norm, **options)
 
     def compute(x: Tensor, mean: Any, var: Any, weight: Any, bias: Any) -> tuple[Tensor, Any, Any]:
         weight = weight_beside(bias, weight, x)

@@ -177,8 +177,7 @@ def layer_norm(
     shape = arguments.normalized_shape("layer_norm", normalized_shape)
     arguments.number("layer_norm", "eps", eps)
 
-    def check(label: str, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
-        arguments.layer_norm("layer_norm", label, x, shape, weight=weight, bias=bias)
+    check = functools.partial(arguments.layer_norm, "layer_norm", shape=shape)
 
     def compute(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         return layer_norm_p(x, weight_beside(bias, weight, x), bias, len(shape), 0, eps, True, False, 0)[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -82,9 +83,7 @@ def add_layer_norm(
     arguments.number("add_layer_norm", "eps", eps)
     arguments.probability("add_layer_norm", dropout_p, "dropout_p")
 
-    def check(label: str, x: Tensor, residual: Any, weight: Any, bias: Any) -> None:
-        arguments.added("add_layer_norm", label, x, residual)
-        arguments.layer_norm("add_layer_norm", label, x, shape, weight=weight, bias=bias)
+    check = functools.partial(arguments.add_layer_norm, "add_layer_norm", shape=shape)
 
     def compute(x: Tensor, residual: Tensor, weight: Any, bias: Any) -> tuple[Tensor, Tensor]:
         seed, p = _noise(x, dropout_p, training)
@@ -150,9 +149,7 @@ def add_rms_norm(
     arguments.number("add_rms_norm", "eps", 0.0 if eps is None else eps)
     arguments.probability("add_rms_norm", dropout_p, "dropout_p")
 
-    def check(label: str, x: Tensor, residual: Any, weight: Any) -> None:
-        arguments.added("add_rms_norm", label, x, residual)
-        arguments.layer_norm("add_rms_norm", label, x, shape, weight=weight)
+    check = functools.partial(arguments.add_layer_norm, "add_rms_norm", shape=shape)
 
     def compute(x: Tensor, residual: Tensor, weight: Any) -> tuple[Tensor, Tensor]:
         seed, p = _noise(x, dropout_p, training)

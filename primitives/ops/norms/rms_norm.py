@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -80,8 +81,7 @@ def rms_norm(
     shape = arguments.normalized_shape("rms_norm", normalized_shape)
     arguments.number("rms_norm", "eps", number)
 
-    def check(label: str, x: Tensor, weight: Tensor | None) -> None:
-        arguments.layer_norm("rms_norm", label, x, shape, weight=weight)
+    check = functools.partial(arguments.layer_norm, "rms_norm", shape=shape)
 
     def compute(x: Tensor, weight: Tensor | None) -> Tensor:
         return _rms_norm(x, weight, len(shape), eps, add_one, cast_first)

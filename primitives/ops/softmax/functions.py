@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Any, cast
@@ -176,9 +177,7 @@ def _over_axis(
     namespace: str,
 ) -> Any:
     """`compute(x, axis, mask)` of every tensor of `input` as one that has axes, with a mask of its shape."""
-
-    def check(label: str, x: Tensor, mask: Tensor | None) -> None:
-        arguments.softmax(name, label, x, dim, dtype, mask)
+    check = functools.partial(arguments.softmax, name, dim=dim, dtype=dtype)
 
     def of_tensor(x: Tensor, mask: Tensor | None) -> Tensor:
         # The axis that torch chooses when none is given.
