@@ -60,11 +60,8 @@ def functionalize(
 @eager_after_break
 def _functionalized(given: tuple[Any, ...], remove: str) -> Any:
     call = FlatCall(*given)
-
-    def flat(*tensors: Any) -> list[Any]:
-        return call.output.split(call(*tensors))
-
-    values = torch.func.functionalize(flat, remove=remove)(*call.tensors)
+    flat = torch.func.functionalize(lambda *tensors: call.output.split(call(*tensors)), remove=remove)
+    values = flat(*call.tensors)
     return call.output.join(values)
 
 

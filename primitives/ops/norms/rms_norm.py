@@ -84,14 +84,10 @@ def rms_norm(
     check = functools.partial(arguments.layer_norm, "rms_norm", shape=shape)
 
     def compute(x: Tensor, weight: Tensor | None) -> Tensor:
-        return _rms_norm(x, weight, len(shape), eps, add_one, cast_first)
+        weight, number, rounded = rms_options(x, weight, eps, add_one, cast_first)
+        return layer_norm_p(x, weight, None, len(shape), 0, number, False, rounded, 0)[0]
 
     return map_tensors("rms_norm", check, compute, input, {"weight": weight}, namespace=namespace)
-
-
-def _rms_norm(x: Any, weight: Tensor | None, norm_ndim: int, eps: float | None, add_one: bool, cast_first: bool) -> Any:
-    weight, number, rounded = rms_options(x, weight, eps, add_one, cast_first)
-    return layer_norm_p(x, weight, None, norm_ndim, 0, number, False, rounded, 0)[0]
 
 
 def rms_options(

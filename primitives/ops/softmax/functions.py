@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -64,11 +63,7 @@ def log_softmax(
             return cast("PyTree", torch.log_softmax(x, cast("int", dim)))
         except IndexError:
             pass  # A check of this package says what is wrong.
-
-    def compute(x: Tensor, axis: int, mask: Tensor | None) -> Tensor:
-        return log_softmax_p(x, axis, dtype)
-
-    return _over_axis("log_softmax", compute, input, dim, dtype, None, _stacklevel, namespace)
+    return _over_axis("log_softmax", input, dim, dtype, None, None, _stacklevel, namespace)
 
 
 def softmax(
@@ -132,11 +127,7 @@ def softmax(
     if isinstance(scale, torch.Tensor):
         raise DtypeError("softmax: scale must be a number, got a Tensor. Multiply input by it.")
     arguments.number("softmax", "scale", scale)
-
-    def compute(x: Tensor, axis: int, mask: Tensor | None) -> Tensor:
-        return softmax_p(x, mask, axis, scale, dtype)
-
-    return _over_axis("softmax", compute, input, dim, dtype, mask, _stacklevel, namespace)
+    return _over_axis("softmax", input, dim, dtype, mask, scale, _stacklevel, namespace)
 
 
 def _is_torchs(x: Any, dim: int | None, dtype: torch.dtype | None) -> bool:
@@ -159,39 +150,30 @@ def softmin(
         >>> pr.functional.softmin(torch.zeros(2), dim=0)
         tensor([0.5000, 0.5000])
     """
-
-    def compute(x: Tensor, axis: int, mask: Tensor | None) -> Tensor:
-        return softmax_p(x, mask, axis, -1.0, dtype)
-
-    return _over_axis("softmin", compute, input, dim, dtype, mask, _stacklevel, namespace)
+    return _over_axis("softmin", input, dim, dtype, mask, -1.0, _stacklevel, namespace)
 
 
 def _over_axis(
-    name: str,
-    compute: Callable[[Tensor, int, Tensor | None], Tensor],
-    input: Any,
-    dim: int | None,
-    dtype: torch.dtype | None,
-    mask: Any,
-    stacklevel: int,
+    name: str, input: Any, dim: int | None, dtype: torch.dtype | None, mask: Any, scale: float | None, stacklevel: int,
     namespace: str,
-) -> Any:
-    """`compute(x, axis, mask)` of every tensor of `input` as one that has axes, with a mask of its shape."""
+) -> Any:  # fmt: skip
+    """The softmax of every tensor of `input`, with a mask of its shape; without a scale its logarithm."""
     check = functools.partial(arguments.softmax, name, dim=dim, dtype=dtype)
 
-    def of_tensor(x: Tensor, mask: Tensor | None) -> Tensor:
+    def compute(x: Tensor, mask: Tensor | None) -> Tensor:
         # The axis that torch chooses when none is given.
         axis = int(x.dim() not in (0, 1, 3)) if dim is None else dim
         if not x.is_floating_point():
             x = x.to(dtype)
-        if mask is not None:
-            mask = mask.expand(x.shape)
-        if x.dim() > 0:
-            return compute(x, axis % x.dim(), mask)
         # A number has one axis to torch's softmax; the primitive wants it spelled out.
-        return compute(x.reshape(1), 0, None if mask is None else mask.reshape(1)).reshape(())
+        rows = x if x.dim() > 0 else x.reshape(1)
+        if scale is None:
+            y = log_softmax_p(rows, axis % rows.dim(), dtype)
+        else:
+            y = softmax_p(rows, None if mask is None else mask.expand(rows.shape), axis % rows.dim(), scale, dtype)
+        return y if x.dim() > 0 else y.reshape(())
 
     if dim is None:
         message = f"{name}: choosing dim implicitly is deprecated; pass dim=."
         warnings.warn(message, UserWarning, stacklevel=stacklevel)
-    return map_tensors(name, check, of_tensor, input, {"mask": mask}, namespace=namespace)
+    return map_tensors(name, check, compute, input, {"mask": mask}, namespace=namespace)
