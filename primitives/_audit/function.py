@@ -196,12 +196,9 @@ def _finding_of_function(cls: Any, places: dict[str, int], order: int, doubt: st
 
 
 def _judged(
-    findings: list[Finding],
-    right: dict[str, int],
-    wrong: Iterable[tuple[Call, Mapping[str, float | Exception]]],
-    cuts: Iterable[str],
-    label: Callable[[Any], str],
-) -> list[Finding]:
+    findings: list[Finding], right: dict[str, int], wrong: Iterable[tuple[Call, Mapping[str, float | Exception]]],
+    cuts: Iterable[str], label: Callable[[Any], str],
+) -> list[Finding]:  # fmt: skip
     """The findings after `strict`, with one for each culprit whose errors none of them at its place explains.
 
     What is not known is right, and joins `right`, but for what a culprit calls.

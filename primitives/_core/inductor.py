@@ -70,11 +70,9 @@ def _gets_formula(args: tuple) -> bool:
 
 
 def _show(
-    name: str,
-    shown: Callable[..., Any],
-    library: torch.library.Library | None = None,
+    name: str, shown: Callable[..., Any], library: torch.library.Library | None = None,
     when: Callable[[], bool] = _is_graph_for_inductor,
-) -> None:
+) -> None:  # fmt: skip
     """Register with torch what a graph gets to see of an operator: `shown(types, args, kwargs)`, if it returns any."""
 
     def rule(mode: Any, overload: Any, types: Sequence[type], args: tuple, kwargs: dict[str, Any]) -> Any:

@@ -21,18 +21,9 @@ _agreements: weakref.WeakKeyDictionary[torch.nn.Module, tuple] = weakref.WeakKey
 
 
 def sync_batch_norm(
-    x: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    training: bool,
-    momentum: float | Tensor,
-    eps: float,
-    *,
-    module: torch.nn.Module,
-    group: Any,
-) -> Tensor:
+    x: Tensor, running_mean: Tensor | None, running_var: Tensor | None, weight: Tensor | None, bias: Tensor | None,
+    training: bool, momentum: float | Tensor, eps: float, *, module: torch.nn.Module, group: Any,
+) -> Tensor:  # fmt: skip
     """Batch norm of `x` by the statistics of all processes of `group`; the running statistics move on, in place.
 
     Arguments are those of `batch_norm`, in training. N and the spatial axes may differ from process to process, and N

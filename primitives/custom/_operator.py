@@ -44,16 +44,9 @@ class CustomOp(Generic[_P, _R]):
     """
 
     def __init__(
-        self,
-        qualified_name: str,
-        function: Callable[..., Any],
-        *,
-        differentiate: Literal["reference"] | None,
-        output_differentiability: Sequence[bool] | None,
-        materialize: bool,
-        mutates: Sequence[str],
-        namespace: str,
-    ) -> None:
+        self, qualified_name: str, function: Callable[..., Any], *, differentiate: Literal["reference"] | None,
+        output_differentiability: Sequence[bool] | None, materialize: bool, mutates: Sequence[str], namespace: str,
+    ) -> None:  # fmt: skip
         library, name = _split(qualified_name, (function.__module__, function.__qualname__))
         if differentiate not in (None, "reference"):
             raise ValueError(f'{qualified_name}: differentiate must be None or "reference", got {differentiate!r}.')

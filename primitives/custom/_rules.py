@@ -133,13 +133,9 @@ class Rules(RuleTable):
         self._name = self.spec.qualified_name
 
     def begin(
-        self,
-        table: StructureTable,
-        *,
-        materialize: bool,
-        output_differentiability: Sequence[bool] | None,
+        self, table: StructureTable, *, materialize: bool, output_differentiability: Sequence[bool] | None,
         decomposable: bool,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Begin without rules, also where the operator is defined again: torch keeps what refers to this object."""
         self.forget(decomposable=decomposable)
         self.table, self.structures = table, table.by_number

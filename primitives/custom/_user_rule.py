@@ -131,14 +131,9 @@ class UserRule:
         )
 
     def flat_like(
-        self,
-        what: str,
-        tree: Any,
-        treespec: Any,
-        root: str,
-        like: Sequence[tuple],
+        self, what: str, tree: Any, treespec: Any, root: str, like: Sequence[tuple],
         is_tensor: Sequence[bool] | None = None,
-    ) -> list[Any]:
+    ) -> list[Any]:  # fmt: skip
         """One derivative or `None` for each tensor of a tree of the given treespec, held to `like`, fields of `Meta`s.
 
         In `tree`, `None` stands for a derivative that is zero, or for a subtree of them.

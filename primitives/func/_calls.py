@@ -65,17 +65,9 @@ class FlatCall:
     """
 
     def __init__(
-        self,
-        function: str,
-        func: Callable[..., Any],
-        args: tuple,
-        kwargs: dict[str, Any],
-        options: dict[str, Any],
-        *,
-        root: str = "args",
-        has_aux: bool = False,
-        allowed: str = "any",
-    ) -> None:
+        self, function: str, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any], options: dict[str, Any], *,
+        root: str = "args", has_aux: bool = False, allowed: str = "any",
+    ) -> None:  # fmt: skip
         self.function = function
         self.root = root
         self.num_args = len(args)

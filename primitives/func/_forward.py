@@ -85,13 +85,9 @@ def jvp(
 
 @eager_after_break
 def _jvp(
-    func: Callable[..., Any],
-    primals: tuple[Any, ...],
-    tangents: tuple[Any, ...],
-    strict: bool,
-    has_aux: bool,
+    func: Callable[..., Any], primals: tuple[Any, ...], tangents: tuple[Any, ...], strict: bool, has_aux: bool,
     options: dict[str, Any],
-) -> Any:
+) -> Any:  # fmt: skip
     call = primals_call("jvp", func, primals, options, has_aux=has_aux)
     call.differentiated(range(call.num_args))
     flat_tangents = call.match("tangents", tangents).values()
@@ -172,12 +168,9 @@ def hvp(
 
 @eager_after_break
 def _hvp(
-    func: Callable[..., Any],
-    primals: tuple[Any, ...],
-    tangents: tuple[Any, ...],
-    has_aux: bool,
+    func: Callable[..., Any], primals: tuple[Any, ...], tangents: tuple[Any, ...], has_aux: bool,
     options: dict[str, Any],
-) -> Any:
+) -> Any:  # fmt: skip
     call = primals_call("hvp", func, primals, options, has_aux=has_aux)
     by_position = call.match("tangents", tangents, some=True)
     if not by_position:

@@ -138,16 +138,9 @@ def _transformed(function: str, func: Callable, options: dict[str, Any], *argume
 
 @eager_after_break
 def _jacobian(
-    function: str,
-    func: Callable,
-    args: tuple,
-    kwargs: dict,
-    options: dict[str, Any],
-    argnums: Any,
-    has_aux: bool,
-    randomness: str,
-    chunk_size: int | None,
-) -> Any:
+    function: str, func: Callable, args: tuple, kwargs: dict, options: dict[str, Any], argnums: Any, has_aux: bool,
+    randomness: str, chunk_size: int | None,
+) -> Any:  # fmt: skip
     call = FlatCall(function, func, args, kwargs, options, has_aux=has_aux, allowed="real")
     positions = call.differentiated(wrap_argnums(function, argnums, call.num_args))
     inputs = [call.tensors[i] for i in positions]

@@ -204,14 +204,9 @@ def _argument_dims(call: FlatCall, args: tuple, in_dims: Any) -> list[int | None
 
 
 def _leaf_dims(
-    function: str,
-    names: tuple[str, str],
-    dims: Any,
-    tree: Any,
-    partition: Partition,
-    tensors: Sequence[Tensor],
+    function: str, names: tuple[str, str], dims: Any, tree: Any, partition: Partition, tensors: Sequence[Tensor],
     extra_axes: int,
-) -> list[int | None]:
+) -> list[int | None]:  # fmt: skip
     """The entry of `dims`, a prefix of `tree`, for each of its tensors, which are to have some `extra_axes`."""
     dims_name, tree_name = names
     if dims is None or _is_axis(dims):

@@ -225,19 +225,9 @@ def channels_of_nothing(*params: Tensor | None) -> int:
 
 
 def batch_norm(
-    op_name: str,
-    label: str,
-    x: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Any = None,
-    *,
-    training: bool,
-    writes: bool = False,
-    is_whole: bool = True,
-) -> None:
+    op_name: str, label: str, x: Tensor, running_mean: Tensor | None, running_var: Tensor | None, weight: Tensor | None,
+    bias: Tensor | None, residual: Any = None, *, training: bool, writes: bool = False, is_whole: bool = True,
+) -> None:  # fmt: skip
     """Raise unless the arguments of a batch norm fit one another; `is_whole`: no other process has a part of `x`."""
     is_empty_row = x.dim() == 1 and x.numel() == 0
     if not is_empty_row and x.dim() < BATCH_NORM_MIN_DIM:

@@ -60,18 +60,10 @@ class RowMap:
     """
 
     def __init__(
-        self,
-        value: Primitive,
-        kept: str,
-        options: str,
-        bwd: Formula,
-        jvp: Formula | None = None,
-        second_order: tuple[Formula, Formula] | None = None,
-        *,
-        by_aten: Formula | None = None,
-        counter: str | None = None,
-        room: str = "softmax",
-    ) -> None:
+        self, value: Primitive, kept: str, options: str, bwd: Formula, jvp: Formula | None = None,
+        second_order: tuple[Formula, Formula] | None = None, *, by_aten: Formula | None = None,
+        counter: str | None = None, room: str = "softmax",
+    ) -> None:  # fmt: skip
         self.ops = {"fwd": value}
         ROW_MAPS.add(value.name)
         self._kept, self._options = kept, [option.split()[-1] for option in options.split(", ")]

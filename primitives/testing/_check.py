@@ -170,16 +170,9 @@ class _Check:
 
     @classmethod
     def of(
-        cls,
-        op: Any,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any] | None,
-        order: int,
-        devices: Devices,
-        tolerances: Any,
-        namespace: str,
-        compile: bool = True,
-    ) -> _Check:
+        cls, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, order: int, devices: Devices,
+        tolerances: Any, namespace: str, compile: bool = True,
+    ) -> _Check:  # fmt: skip
         if order < 1:
             raise ValueError(f"check_rules: order must be at least 1, got {order}.")
         if not isinstance(args, tuple):

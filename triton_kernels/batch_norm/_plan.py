@@ -189,13 +189,9 @@ def plan_channel_sums(
 
 @planned(channel_candidates)
 def plan_channel_transform(
-    sizes: tuple[int, int, int, int],
-    spatial_inner: bool,
-    align: int,
-    itemsize: int,
-    device: torch.device | Chip,
+    sizes: tuple[int, int, int, int], spatial_inner: bool, align: int, itemsize: int, device: torch.device | Chip,
     num_tensors: int,
-) -> ChannelPlan:
+) -> ChannelPlan:  # fmt: skip
     """Plan for an elementwise kernel of `num_tensors` tensors with coefficients per channel."""
     chip = chip_of(device)
     tile = limits_of(chip).channel_tile_bytes // max(itemsize, 4)

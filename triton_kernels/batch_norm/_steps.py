@@ -196,13 +196,9 @@ def sums(
 
 
 def merge_statistics(
-    summed: Sums,
-    outputs: Sequence[Tensor | None],
-    running: tuple[Tensor | None, Tensor | None],
-    batch_ndim: int,
-    momentum: float,
-    eps: float,
-) -> None:
+    summed: Sums, outputs: Sequence[Tensor | None], running: tuple[Tensor | None, Tensor | None], batch_ndim: int,
+    momentum: float, eps: float,
+) -> None:  # fmt: skip
     """Fill `outputs` (mean, rstd, new running mean, new running variance) and the means of the sums."""
     running_mean, running_var, running_stride = param_pair_view(*running, batch_ndim)
     (mean, rstd, *updated), means, numbers = outputs, summed.means, (*summed.numbers, running_stride)

@@ -70,13 +70,9 @@ def layer_norm_bwd_jvp(
 
 
 def _differentiate(
-    names: Sequence[str],
-    output_mask: Sequence[bool],
-    x: Tensor,
-    given: Mapping[str, Tensor | None],
-    statistics: Mapping[str, Tensor | None],
-    norm: Norm,
-) -> tuple[Tensor, ...]:
+    names: Sequence[str], output_mask: Sequence[bool], x: Tensor, given: Mapping[str, Tensor | None],
+    statistics: Mapping[str, Tensor | None], norm: Norm,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """The derivatives `names`: those that are wanted, and zero where no given operand moves them."""
     weight = given["weight"]
     param_shape = norm.param_shape(x)
@@ -99,12 +95,9 @@ def _differentiate(
 
 
 def _launch(
-    x: Tensor,
-    given: Mapping[str, Tensor | None],
-    results: Mapping[str, Tensor],
-    statistics: Mapping[str, Tensor | None],
-    norm: Norm,
-) -> None:
+    x: Tensor, given: Mapping[str, Tensor | None], results: Mapping[str, Tensor],
+    statistics: Mapping[str, Tensor | None], norm: Norm,
+) -> None:  # fmt: skip
     """Launch what writes the results: rows, the sums over them in the same kernel or behind it, and partial rows."""
     of_rows, totals = {name: results.get(name) for name in _ROW_RESULTS}, [results.get(name) for name in _SUMS]
     # No call has both sums of the bias.

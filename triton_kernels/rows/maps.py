@@ -215,18 +215,11 @@ def scale_bits(scale: float | None) -> dict[str, Any]:
 
 
 def launch_map(
-    kernel: Kernel,
-    inputs: Mapping[str, Tensor | None],
-    outputs: Mapping[str, Tensor | None],
-    dim: int,
-    sums: RowSums,
-    writes: Collection[str] | None = None,
-    dtypes: Sequence[torch.dtype] = (),
-    statistics: Mapping[str, Tensor | None] | None = None,
-    row_outputs: Mapping[str, Tensor | None] | None = None,
-    num_results: int = 0,
-    **constants: Any,
-) -> None:
+    kernel: Kernel, inputs: Mapping[str, Tensor | None], outputs: Mapping[str, Tensor | None], dim: int, sums: RowSums,
+    writes: Collection[str] | None = None, dtypes: Sequence[torch.dtype] = (),
+    statistics: Mapping[str, Tensor | None] | None = None, row_outputs: Mapping[str, Tensor | None] | None = None,
+    num_results: int = 0, **constants: Any,
+) -> None:  # fmt: skip
     """Launch a kernel over rows along `dim`, unless there is nothing to write.
 
     Args:

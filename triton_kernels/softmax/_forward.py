@@ -12,13 +12,9 @@ from ._log_softmax_kernels import FORWARD, LOGARITHM, MASKED, SHARE
 
 
 def forward_of(
-    x: Tensor,
-    mask: Tensor | None,
-    x_dot: Tensor | None,
-    dim: int,
-    output_dtype: torch.dtype | None,
+    x: Tensor, mask: Tensor | None, x_dot: Tensor | None, dim: int, output_dtype: torch.dtype | None,
     scale: float | None = None,
-) -> list[Tensor]:
+) -> list[Tensor]:  # fmt: skip
     """Y, and its tangent if there is one of x: of softmax with a scale, else of log-softmax."""
     if mask is not None and mask.dtype == torch.bool:
         # Bytes, because Triton has no pointers to bool of its own.

@@ -159,16 +159,9 @@ def _require_dense_tensors(op_name: str, labels: Iterable[str], values: Iterable
 
 
 def map_tensors(
-    op_name: str,
-    check: Callable[..., None],
-    compute: Callable[..., Any],
-    tree: Any,
-    prefixes: dict[str, Any],
-    *,
-    namespace: str = "",
-    num_results: int | None = None,
-    root: str = "input",
-) -> Any:
+    op_name: str, check: Callable[..., None], compute: Callable[..., Any], tree: Any, prefixes: dict[str, Any], *,
+    namespace: str = "", num_results: int | None = None, root: str = "input",
+) -> Any:  # fmt: skip
     """Apply `compute(leaf, *values)` to every tensor of `tree`, after `check(label, leaf, **values)` passed for all.
 
     The values are those of `prefixes`, each a tensor, `None`, or a tree prefix of `tree`. With `num_results`, `compute`

@@ -55,19 +55,9 @@ def stream(op_name: str, seed: Any, offset: Any) -> None:
 
 
 def attention(
-    op_name: str,
-    label: str,
-    q: Tensor,
-    k: Any,
-    v: Any,
-    bias: Any,
-    mask: Any,
-    names: Sequence[str],
-    *,
-    shares_heads: bool,
-    seed: Any = None,
-    offset: Any = None,
-) -> None:
+    op_name: str, label: str, q: Tensor, k: Any, v: Any, bias: Any, mask: Any, names: Sequence[str], *,
+    shares_heads: bool, seed: Any = None, offset: Any = None,
+) -> None:  # fmt: skip
     """Raise unless the tensors of an attention fit one another.
 
     Args:

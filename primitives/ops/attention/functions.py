@@ -237,17 +237,9 @@ def _without_causal_bias(bias: Any, query: Any, key: Any, is_causal: bool) -> tu
 
 
 def attention_of_tensors(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    mask: Tensor | None,
-    seed: Tensor | None,
-    offset: Tensor | None,
-    causal: bool,
-    scale: float | None,
-    dropout_p: float,
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, mask: Tensor | None, seed: Tensor | None,
+    offset: Tensor | None, causal: bool, scale: float | None, dropout_p: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """O and lse of tensors that were checked, whose axes before the rows are broadcast; arguments are `attention`'s.
 
     Batch and heads may be missing, and without a seed nothing is dropped.

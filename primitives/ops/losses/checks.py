@@ -59,16 +59,9 @@ def loss(
 
 
 def fit(
-    op_name: str,
-    label: str,
-    dtype: torch.dtype,
-    device: torch.device,
-    shape: tuple[int, ...],
-    target: Tensor | None,
-    weight: Tensor | None,
-    *,
-    takes_probabilities: bool,
-) -> None:
+    op_name: str, label: str, dtype: torch.dtype, device: torch.device, shape: tuple[int, ...], target: Tensor | None,
+    weight: Tensor | None, *, takes_probabilities: bool,
+) -> None:  # fmt: skip
     """Raise unless `target` and `weight` fit logits of this shape, dtype and device, of which `label` is the name."""
     if target is None:
         raise DtypeError(f"{op_name}: target must be a tensor, got NoneType.")

@@ -53,13 +53,9 @@ batch_norm_p = Primitive(
 
 @batch_norm_p.def_reference
 def _batch_norm_reference(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor | None, running_var: Tensor | None,
     *args: Any,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, ...]:  # fmt: skip
     batch_ndim, momentum, eps = args
     norm = channels(x, batch_ndim, eps)
     mean, variance, rstd = (norm.statistic(v) for v in (norm.mean, norm.variance, norm.rstd))

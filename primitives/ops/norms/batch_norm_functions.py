@@ -23,19 +23,10 @@ from primitives.ops.rules import weight_beside
 
 
 def batch_norm_of_tensors(
-    x: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    training: bool,
-    momentum: float | Tensor,
-    eps: float,
-    *,
-    in_place: bool,
-    relu: bool = False,
+    x: Tensor, running_mean: Tensor | None, running_var: Tensor | None, weight: Tensor | None, bias: Tensor | None,
+    training: bool, momentum: float | Tensor, eps: float, *, in_place: bool, relu: bool = False,
     residual: Tensor | None = None,
-) -> tuple[Any, Tensor | None, Tensor | None]:
+) -> tuple[Any, Tensor | None, Tensor | None]:  # fmt: skip
     """The normalized `x`, and the running statistics after this batch; `in_place` also writes these.
 
     Arguments are those of `batch_norm`; with `relu` a `residual` is added, if it is not None, and a ReLU follows.

@@ -74,16 +74,9 @@ class Norm:
     """
 
     def __init__(
-        self,
-        x: Tensor,
-        norm_axes: Sequence[int],
-        param_axes: Sequence[int],
-        layout: Callable[[Tensor], Tensor],
-        eps: float = 0.0,
-        *,
-        centered: bool = True,
-        statistics: tuple[Tensor, Tensor] | None = None,
-    ) -> None:
+        self, x: Tensor, norm_axes: Sequence[int], param_axes: Sequence[int], layout: Callable[[Tensor], Tensor],
+        eps: float = 0.0, *, centered: bool = True, statistics: tuple[Tensor, Tensor] | None = None,
+    ) -> None:  # fmt: skip
         self.x, self.layout, self.centered = x, layout, centered
         self.dtype = accumulation_dtype(x.dtype)
         self.norm_axes, self.param_axes = ([axis % x.dim() for axis in axes] for axes in (norm_axes, param_axes))
@@ -187,13 +180,9 @@ class Norm:
         return terms
 
     def along(
-        self,
-        y_bar: Tensor,
-        weight: Tensor | None,
-        y_bar_dot: Tensor | None,
-        x_dot: Tensor | None,
+        self, y_bar: Tensor, weight: Tensor | None, y_bar_dot: Tensor | None, x_dot: Tensor | None,
         weight_dot: Tensor | None,
-    ) -> tuple[list[Tensor], list[Tensor]]:
+    ) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
         """Terms of x' and, before the sum, of weight', or of x_bar_dot and weight_bar_dot."""
         inner, of_x, of_weight = [], [], []
         if y_bar_dot is not None:
@@ -212,14 +201,9 @@ class Norm:
         return of_x, of_weight
 
     def double_backward(
-        self,
-        y_bar: Tensor,
-        weight: Tensor | None,
-        x_dot: Tensor | None,
-        weight_dot: Tensor | None,
-        bias_dot: Tensor | None,
-        output_mask: Sequence[bool],
-    ) -> tuple[Tensor, ...]:
+        self, y_bar: Tensor, weight: Tensor | None, x_dot: Tensor | None, weight_dot: Tensor | None,
+        bias_dot: Tensor | None, output_mask: Sequence[bool],
+    ) -> tuple[Tensor, ...]:  # fmt: skip
         """Gradient of L in y_bar, x, weight, x_dot, weight_dot and bias_dot."""
         y_bar_bar = self.jvp(weight, x_dot, weight_dot, bias_dot) if output_mask[0] else []
         return (
@@ -229,14 +213,9 @@ class Norm:
         )
 
     def bwd_jvp(
-        self,
-        y_bar: Tensor,
-        weight: Tensor | None,
-        y_bar_dot: Tensor | None,
-        x_dot: Tensor | None,
-        weight_dot: Tensor | None,
-        output_mask: Sequence[bool],
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self, y_bar: Tensor, weight: Tensor | None, y_bar_dot: Tensor | None, x_dot: Tensor | None,
+        weight_dot: Tensor | None, output_mask: Sequence[bool],
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Tangents of the cotangents of x, weight and bias."""
         y_bar, y_bar_dot, x_dot = self.wide(y_bar), self.wide(y_bar_dot), self.wide(x_dot)
         dtype, of_x, of_weight = self.x.dtype if weight is None else weight.dtype, [], []

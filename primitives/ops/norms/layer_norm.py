@@ -51,14 +51,9 @@ layer_norm_p = Primitive(
 
 
 def rows(
-    x: Tensor,
-    norm_ndim: int,
-    batch_ndim: int,
-    eps: float,
-    centered: bool,
-    grouped: int,
+    x: Tensor, norm_ndim: int, batch_ndim: int, eps: float, centered: bool, grouped: int,
     statistics: tuple[Tensor, Tensor] | None = None,
-) -> Norm:
+) -> Norm:  # fmt: skip
     """The norm over the last axes; by given statistics, as values, for kernels."""
     norm_axes = range(-norm_ndim, 0)
     param_axes = [*range(batch_ndim), *(norm_axes if not grouped else (-3, -2))]

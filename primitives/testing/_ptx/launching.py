@@ -85,11 +85,9 @@ class Emulation(TorchDispatchMode):
     """Launches in a context, what is wrong about them, and which bytes of storages nobody has written, by address."""
 
     def __init__(
-        self,
-        is_approximate: bool = False,
-        edit: Callable[[str, str], str] | None = None,
+        self, is_approximate: bool = False, edit: Callable[[str, str], str] | None = None,
         alter: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         self.faults: list[Fault] = []
         self.launches: list[Launched] = []

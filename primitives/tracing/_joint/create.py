@@ -175,17 +175,10 @@ def _of_its_own(x: Any, *, passes_on: bool) -> tuple[Any, Any]:
 
 
 def run_joint(
-    function: str,
-    fn: Callable[..., Any],
-    given: Leaves,
-    leaves: Sequence[Any],
-    used: Sequence[Any],
-    cotangents_of: Callable[[Leaves], tuple[Leaves, list[Tensor | None]]],
-    *,
-    captures: bool = True,
-    modes: Sequence[contextlib.AbstractContextManager] = (),
-    create_graph: bool = False,
-) -> tuple[Leaves, list[Tensor | None]]:
+    function: str, fn: Callable[..., Any], given: Leaves, leaves: Sequence[Any], used: Sequence[Any],
+    cotangents_of: Callable[[Leaves], tuple[Leaves, list[Tensor | None]]], *, captures: bool = True,
+    modes: Sequence[contextlib.AbstractContextManager] = (), create_graph: bool = False,
+) -> tuple[Leaves, list[Tensor | None]]:  # fmt: skip
     """Outputs of `fn` and gradients in `leaves`, of which `used`, the leaves of the arguments, is made.
 
     `cotangents_of` gets the outputs and returns them, or more of them, and a cotangent or `None` for each. With

@@ -34,17 +34,10 @@ _STATE_NAMES = ("forward_seed", "forward_offset", "backward_seed", "backward_off
 
 
 def trace_joint(
-    fn: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any] | None = None,
-    *,
-    no_cotangents: bool = False,
-    functionalize_rng: bool = False,
-    decompose: Any = None,
-    dynamic: Any = False,
-    device: torch.device | str | None = None,
-    namespace: str = "",
-) -> JointGraph:
+    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None, *,
+    no_cotangents: bool = False, functionalize_rng: bool = False, decompose: Any = None, dynamic: Any = False,
+    device: torch.device | str | None = None, namespace: str = "",
+) -> JointGraph:  # fmt: skip
     """The graph of `create_joint(fn)`: forward and backward pass, with primitives as single nodes.
 
     The primals are the positional arguments, and then those by keyword, in the order that they are given in.
@@ -120,17 +113,10 @@ def trace_joint(
 
 
 def traced(
-    function: str,
-    fn: Callable[..., Any],
-    given: Leaves,
-    axes: Sequence[Sequence[int]],
-    *,
-    no_cotangents: bool = False,
-    functionalize_rng: bool = False,
-    table: dict[Any, Any] | None = None,
-    device: torch.device | str | None = None,
+    function: str, fn: Callable[..., Any], given: Leaves, axes: Sequence[Sequence[int]], *, no_cotangents: bool = False,
+    functionalize_rng: bool = False, table: dict[Any, Any] | None = None, device: torch.device | str | None = None,
     pure: bool = False,
-) -> JointGraph:
+) -> JointGraph:  # fmt: skip
     """The joint graph of `fn` at the leaves `given`, which may all be constants, with symbols for the sizes of `axes`.
 
     With `pure`, `fn` must not write to what it is given, what it returns shares no memory with that, and cotangents are
@@ -219,14 +205,9 @@ _LIFTS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.defa
 
 
 def _run(
-    function: str,
-    fn: Callable[..., Any],
-    signature: Signature,
-    no_cotangents: bool,
-    args: Sequence[Tensor],
-    copied: set[int],
-    pure: bool,
-) -> list[Any]:
+    function: str, fn: Callable[..., Any], signature: Signature, no_cotangents: bool, args: Sequence[Tensor],
+    copied: set[int], pure: bool,
+) -> list[Any]:  # fmt: skip
     """Outputs, forward state, gradients, backward state of flat tensors; fills the signature."""
     places, given = signature.places, signature.primals
     leaves = list(given.values)

@@ -172,16 +172,9 @@ class _PureMode(TorchFunctionMode):
 
 
 def _batch_norm(
-    mode: _PureMode,
-    input: Any,
-    running_mean: Any,
-    running_var: Any,
-    weight: Any = None,
-    bias: Any = None,
-    training: bool = False,
-    momentum: Any = 0.1,
-    eps: float = 1e-5,
-) -> Any:
+    mode: _PureMode, input: Any, running_mean: Any, running_var: Any, weight: Any = None, bias: Any = None,
+    training: bool = False, momentum: Any = 0.1, eps: float = 1e-5,
+) -> Any:  # fmt: skip
     if not training or running_mean is None or running_var is None:
         return NotImplemented
     if isinstance(momentum, BatchWeight):
@@ -192,16 +185,9 @@ def _batch_norm(
 
 
 def _instance_norm(
-    mode: _PureMode,
-    input: Any,
-    running_mean: Any = None,
-    running_var: Any = None,
-    weight: Any = None,
-    bias: Any = None,
-    use_input_stats: bool = True,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> Any:
+    mode: _PureMode, input: Any, running_mean: Any = None, running_var: Any = None, weight: Any = None,
+    bias: Any = None, use_input_stats: bool = True, momentum: float = 0.1, eps: float = 1e-5,
+) -> Any:  # fmt: skip
     if not use_input_stats or running_mean is None or running_var is None:
         return NotImplemented
     y, *moved = pure_instance_norm(input, running_mean, running_var, weight, bias, True, momentum, eps)
