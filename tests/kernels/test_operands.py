@@ -1,6 +1,6 @@
 """Operands of every kind, held to the truth: absent ones, other dtypes, layouts, groups, far offsets, no elements.
 
-Each kernel and plan meets its truth in `test_every_launcher`; here is what it does not vary.
+Each launcher and plan meets its truth in `test_every_launcher`; here is what that does not vary.
 """
 
 from __future__ import annotations
