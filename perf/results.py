@@ -12,7 +12,6 @@ import json
 import os
 import platform
 import re
-import shutil
 import statistics
 import subprocess
 from datetime import datetime, timezone
@@ -65,19 +64,15 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def _revision() -> str:
-    git = shutil.which("git")
     # A package that was installed into some other repository has no revision of its own.
-    if git is None or not (ROOT / ".git").exists():
-        return ""
-    command = [git, "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    return subprocess.check_output(command, text=True).strip() if (ROOT / ".git").exists() else ""
 
 
 def _processor() -> str:
     file = Path("/proc/cpuinfo")
-    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+    named = re.search(r"^model name\s*: (.*)$", file.read_text("utf-8"), re.MULTILINE) if file.exists() else None
+    return named[1] if named else platform.processor() or platform.machine()
 
 
 def time_of(row: Row) -> float:

@@ -5,31 +5,16 @@ import warnings
 import optree
 import pytest
 import torch
-from torch.autograd import forward_ad
 from torch.func import grad, jvp, vjp, vmap
 
 from perf.ops.samples import normal
-from tests.custom_ops import affine, arguments, operator, plain_affine, scalar, trees_close
-from tests.support import assert_close, like
+from tests.custom_ops import operator, trees_close
+from tests.support import assert_close
 
 X = torch.linspace(-1.5, 2, 6).reshape(2, 3)
 
 
 # Derivatives.
-
-
-def test_forward_mode_over_a_backward_pass_without_create_graph():
-    """Results of def_save_for_backward depend on the dual numbers too."""
-    weight, bias, x = arguments()
-    x_dot = like(x, seed=5)
-
-    def x_bar(function, x):
-        with forward_ad.dual_level():
-            dual = forward_ad.make_dual(x.clone().requires_grad_(), x_dot)
-            (x_bar,) = torch.autograd.grad(function(weight, bias, dual), dual)
-            return forward_ad.unpack_dual(x_bar).tangent
-
-    assert_close(x_bar(scalar(affine), x), x_bar(scalar(plain_affine), x), order=2)
 
 
 @pytest.mark.filterwarnings("ignore:.*vmap runs a loop")
@@ -115,18 +100,6 @@ def test_a_random_reference_is_differentiated_with_the_numbers_that_it_drew(diff
     else:
         (x_bar,) = torch.autograd.grad((y := called(x)).sum(), x)
     assert torch.equal(x_bar, y.detach())
-
-
-def test_a_computed_residual_does_not_keep_the_output():
-    op = operator(lambda x: x.sin())
-    op.def_save_for_backward(lambda inputs, output: inputs.x.cos())
-    op.def_backward(lambda ctx, cosine, y_bar: {"x": y_bar * cosine})
-    x = X.clone().requires_grad_()
-    y = op(x)
-    y.mul_(2)
-    y.sum().backward()
-    assert_close(x.grad, 2 * X.cos())
-    assert_close(grad(lambda x: grad(lambda x: op(x).sum())(x).sum())(X), -X.sin())
 
 
 # Batching.

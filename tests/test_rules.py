@@ -1,15 +1,14 @@
 """Rules: what they are asked for, what they keep, and where they are not called at all."""
 
 import functools
-import itertools
 
 import pytest
 import torch
 from torch.autograd import forward_ad
 
-from perf.ops import CASES, FAMILIES
-from tests.call_properties import CallRecorder, check_call, fullest
-from tests.properties import check_second_order, jvp_call, leaves, second_order, vjp_call
+from perf.ops import CASES
+from tests.call_properties import CallRecorder, check_call
+from tests.properties import check_second_order, jvp_call, leaves, vjp_call
 from tests.support import assert_close, like, subsets
 
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -57,31 +56,6 @@ def test_only_what_is_wanted_is_computed(case, names, device):
     # A linear operation is its own jvp: it takes the tangent as its argument, and there is none to leave out.
     for name in [] if case.is_linear else case.differentiable:
         assert (call.argument(f"{case.first if name == 'x' else name}_dot") is not None) == (name in names), name
-
-
-@pytest.mark.parametrize("case", [c for c in FAMILIES if c.second_order], ids=lambda case: case.name)
-def test_unwanted_second_order_outputs_are_empty(case, device):
-    """An output that is not wanted takes no memory, and one that is has the value that it has among all."""
-    calls = second_order(case, case.small, torch.float64, device, case.perturbable(case.small))[1]
-    # One operator for the reverse derivatives of both modes, one for forward over reverse, and nothing else.
-    first_order = {primitive.overload for primitive in case.first_order}
-    assert {call.overload for call in calls} - first_order == {primitive.overload for primitive in case.second_order}
-    for primitive in case.second_order:
-        call = fullest(calls, primitive)
-        if "output_mask" not in call.names:
-            continue
-        position = call.names.index("output_mask")
-        everything = None
-        masks = itertools.product([True, False], repeat=len(call.argument("output_mask")))
-        # With many outputs few, or all but few, of them.
-        for mask in (mask for mask in masks if len(mask) < 7 or min(sum(mask), len(mask) - sum(mask)) < 3):
-            outputs = call.outputs([*call.args[:position], list(mask), *call.args[position + 1 :]])
-            everything = everything or outputs
-            for i, (got, want) in enumerate(zip(outputs, everything, strict=True)):
-                if mask[i]:
-                    assert_close(got, want, what=f"{call}, wanted {mask}: output {i}")
-                else:
-                    assert got.numel() == 0, f"{call}, wanted {mask}: output {i}"
 
 
 @every_case

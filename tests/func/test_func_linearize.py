@@ -102,27 +102,6 @@ def test_inside(outer, module):
     assert_tree(*[OUTER[outer](inner(transform), module) for transform in ("linearize", "jvp")])
 
 
-def test_it_is_differentiated_from_outside():
-    """By autograd, twice, and by a dual number: with respect to the point, and to what the function holds."""
-
-    def slope(transform, w):
-        def function(x):
-            return pr.functional.layer_norm(x * w, (3,), w)
-
-        return derivative(transform, function, (w.sin(),), (X.cos(),))[1]
-
-    leaf = X.clone().requires_grad_()
-    (gradient,) = torch.autograd.grad(slope("linearize", leaf).exp().sum(), leaf, create_graph=True)
-    expected = func.grad(lambda w: slope("jvp", w).exp().sum())
-    torch.testing.assert_close(gradient, expected(X))
-    (second,) = torch.autograd.grad(gradient.sum(), leaf)
-    torch.testing.assert_close(second, func.grad(lambda w: expected(w).sum())(X))
-    with torch.autograd.forward_ad.dual_level():
-        dual = torch.autograd.forward_ad.make_dual(X, X.exp())
-        tangent = torch.autograd.forward_ad.unpack_dual(slope("linearize", dual)).tangent
-    torch.testing.assert_close(tangent, func.jvp(lambda w: slope("jvp", w), (X,), (X.exp(),))[1])
-
-
 def test_the_function_runs_once_with_the_random_numbers_of_the_output():
     ones, calls = torch.ones(64), []
 

@@ -154,18 +154,6 @@ def test_hvp_of_a_mean_squared_error():
     assert_tree(product, (2 * x.exp() - target) * x.exp() * v / 2)
 
 
-def test_hvp_holds_constant_what_has_no_tangent():
-    x, other = {"a": randn(3), "b": randn(3), "n": torch.tensor(2), "s": "text"}, {"c": randn(3), "d": (3,)}
-    v = {"a": randn(3), "b": None, "n": None, "s": None}
-
-    def function(t, other):
-        return ((t["a"] * t["b"]) ** t["n"] * other["c"] * other["d"][0]).sum() * len(t["s"])
-
-    product = func.hvp(function, (x, other), (v, None))
-    wanted = 24 * x["b"] ** 2 * other["c"] * v["a"]
-    assert_tree(product, ({"a": wanted, "b": None, "n": None, "s": "text"}, None))
-
-
 def test_hvp_makes_no_hessian():
     def bytes_of(size):
         return peak(lambda: func.hvp(lambda x: x.exp().sum(), (torch.ones(size),), (torch.ones(size),)))
@@ -217,22 +205,6 @@ def test_functionalized_functions_write_to_arguments_at_the_end_and_not_inside()
     graph = make_fx(lambda a, b: pure(Pair(a, b)))(node.left.clone(), node.right).graph
     assert "mul_" not in str(graph)
     assert "mul.Tensor" in str(graph)
-
-
-@pytest.mark.parametrize("drop, chunk_size", [(TF.dropout, None), (pr.functional.dropout, 2)])
-def test_hessian_through_dropout(drop, chunk_size):
-    """One mask for the whole matrix, which an explicit loop over rows with that mask gives."""
-    x = torch.linspace(-1.0, 1.0, 5, dtype=torch.float64)
-
-    def seeded(function, *args, **options):
-        torch.manual_seed(1)
-        return function(lambda x: drop(x.sin(), 0.5).pow(3).sum(), *args, **options)
-
-    found = seeded(lambda loss: func.hessian(loss, randomness="same", chunk_size=chunk_size)(x))
-    torch.testing.assert_close(found, seeded(torch.autograd.functional.hessian, x), rtol=1e-12, atol=1e-12)
-    assert 0 < (found.diagonal() != 0).sum() < 5
-    (product,) = seeded(func.hvp, (x,), (torch.ones_like(x),))
-    torch.testing.assert_close(product, found.sum(1), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("number", [None, 2])

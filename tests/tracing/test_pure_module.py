@@ -1,4 +1,4 @@
-"""pure_module: truth is the module itself; its errors."""
+"""pure_module: truth is the module itself; checkpoints inside, and its errors."""
 
 import copy
 import re
@@ -134,27 +134,6 @@ def test_a_call_that_raises():
     assert pure(params, {**buffers, "absent": None}, X)[1]["absent"] == X.sum()
 
 
-class Mean(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("mean", torch.zeros((), dtype=torch.float64))
-
-    def forward(self, x, in_place):
-        self.mean = self.mean.add_(x.mean()) if in_place else self.mean + x.mean()
-        return x - self.mean
-
-
-def test_shared_buffers_under_vmap():
-    pure, stacked = pure_module(Mean()), {"mean": torch.zeros(4, dtype=torch.float64)}
-    params, buffers = pure.init()
-    for given, axis, in_place in ((buffers, None, False), (stacked, 0, True)):
-        new_buffers = vmap(pure, in_dims=(None, axis, 0, None))(params, given, X, in_place)[1]
-        torch.testing.assert_close(new_buffers, {"mean": X.mean(1)})
-    with pytest.raises(RuntimeError, match="broadcast shape"):
-        vmap(pure, in_dims=(None, None, 0, None))(params, buffers, X, True)
-    assert buffers["mean"] == 0
-
-
 def test_strict_false_takes_the_rest_from_the_module():
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).double()
     pure = pure_module(model, strict=False)
@@ -288,16 +267,28 @@ def test_errors(action, error, message):
     assert str(info.value).startswith("pure_module: ")
 
 
-def test_a_buffer_that_the_module_deletes_is_none_afterwards():
-    class Once(torch.nn.Module):
-        def __init__(self):
+def test_a_region_sees_attributes_and_buffers_of_its_beginning():
+    class Scaled(nn.Module):
+        def __init__(self, write):
             super().__init__()
-            self.register_buffer("scale", torch.ones(()))
+            self.weight, self.factor, self._write = nn.Parameter(torch.ones(3).double()), 1.0, write
+            self.register_buffer("mask", torch.ones(3, dtype=torch.float64))
 
         def forward(self, x):
-            return x * self._buffers.pop("scale")
+            self.factor = 3.0
+            y = checkpoint(lambda x: (x * self.mask * self.factor * self.weight).sin(), x, use_reentrant=False)
+            self.factor = 5.0
+            self._write(self)
+            return y
 
-    pure = pure_module(Once())
-    params, buffers = pure.init()
-    assert pure(params, buffers, X)[1] == {"scale": None}
-    assert vmap(pure, in_dims=(None, None, 0))(params, buffers, X)[1] == {"scale": None}
+    x, weight = data(3).requires_grad_(), {"weight": data(3, seed=1)}
+    for write in (
+        lambda m: m.mask.zero_(),
+        lambda m: m.__setattr__("mask", torch.zeros(3)),
+        lambda m: m.mask[:2].zero_(),
+    ):
+        model = Scaled(write)
+        pure, before = pure_module(model), snapshot(model)
+        (x_bar,) = torch.autograd.grad(pure(weight, pure.init()[1], x)[0].sum(), x)
+        torch.testing.assert_close(x_bar, (3 * x * weight["weight"]).cos() * 3 * weight["weight"])
+        assert_untouched(model, before)

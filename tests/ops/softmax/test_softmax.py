@@ -74,17 +74,6 @@ def test_masks_are_broadcast_and_rows_without_a_position_are_zero(kind, shape, d
         assert_close(y, theirs(x).permute(turned))
 
 
-@pytest.mark.usefixtures("backend")
-def test_low_precision_is_rounded_once(device):
-    """Scale and mask are applied in float32."""
-    x = (40 * data(6, 9)).to(device, torch.bfloat16)
-    mask = data(9, seed=1).to(device, torch.float32)
-    y = softmax(x, 1, scale=0.1, mask=mask)
-    truth = (0.1 * x.double() + mask).softmax(1)
-    assert y.dtype == torch.bfloat16
-    assert_close(y, truth.bfloat16(), rtol=2**-8, atol=1e-6)
-
-
 def test_a_mask_is_a_prefix_of_a_tree():
     x = {"a": data(2, 3), "b": (data(4, 3), data(3))}
     mask = {"a": torch.tensor([[True], [False]]), "b": data(3)}
