@@ -186,6 +186,7 @@ OF_NORMS = {
         "one statistic": ((IMAGES, ones(4)), {}, pr.ShapeError, "running_mean and running_var"),
     },
     "dropout": {"no number": ((X, float("nan")), {}, ValueError, "p must be a probability")},
+    "cross_entropy": {"ignored": ((X, X.softmax(1)), {"ignore_index": 0}, pr.DtypeError, "ignore_index goes")},
 }
 
 
