@@ -164,7 +164,7 @@ def joint_graph(
         from torch._inductor.decomposition import select_decomp_table
 
         table = select_decomp_table()
-        _vector_instructions()
+        _asked_ahead()
     with _outside_everything(), torch.inference_mode(False), tracing_a_program(), subclasses_made():
         blanks = tuple(
             torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).requires_grad_(i in wanted)
@@ -287,7 +287,8 @@ def _by_inductor(options: dict[str, Any], module: fx.GraphModule, fakes: list[An
     from torch._inductor.virtualized import V
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    _vector_instructions().join()
+    for thread in _asked_ahead():
+        thread.join()
     # Without symbols Inductor looks for no graph on disk.
     mode.shape_env = mode.shape_env or ShapeEnv()
     with config.patch(options), V.set_fake_mode(mode):
@@ -302,13 +303,18 @@ def _by_inductor(options: dict[str, Any], module: fx.GraphModule, fakes: list[An
 
 
 @functools.cache
-def _vector_instructions() -> threading.Thread:
-    """Asks the compiler and the processor for them, as Inductor would after the trace: processes of a second in all."""
-    from torch._inductor import cpu_vec_isa
+def _asked_ahead() -> list[threading.Thread]:
+    """What Inductor would ask for after the trace: vector instructions, and hashes of all of torch and Triton.
 
-    thread = threading.Thread(target=cpu_vec_isa.valid_vec_isa_list, daemon=True)
-    thread.start()
-    return thread
+    Processes, files and hashing: a second and a half that do not wait for the trace.
+    """
+    from torch._inductor import codecache, cpu_vec_isa
+
+    questions = cpu_vec_isa.valid_vec_isa_list, codecache.torch_key, codecache.CacheBase.get_system
+    threads = [threading.Thread(target=ask, daemon=True) for ask in questions]
+    for thread in threads:
+        thread.start()
+    return threads
 
 
 _numbers = itertools.count()
