@@ -12,17 +12,14 @@ import importlib
 import inspect
 import itertools
 import math
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import torch
+from torch import Tensor
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from torch import Tensor
-
-    # A mode, the operands that are absent, and the `output_mask`.
-    Step = tuple[str, Sequence[str], Sequence[bool] | None]
+# A mode, the operands that are absent, and the `output_mask`.
+Step = tuple[str, Sequence[str], Sequence[bool] | None]
 
 # Large enough that the mean square of x_hat is visibly not 1, and far enough from a float32 number that rounding it to
 # one shows in float64.

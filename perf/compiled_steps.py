@@ -18,21 +18,18 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import primitives as pr
 from perf.compiled_losses import CASES, Case
 from perf.memory import peak
 from primitives.tracing._torch_private import bottom
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-
-    from torch import Tensor, nn
 
 __all__ = ["CASES", "Case", "first_call", "lines", "measure", "results", "saved", "steps", "write"]
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
-
-if TYPE_CHECKING:
-    import torch
+import torch
 
 # Has the processes keep the memory that they free, where their C library is glibc: otherwise it follows from what was
 # allocated before whether a call finds its output's memory at hand, or fetches it from the system page by page, which

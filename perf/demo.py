@@ -11,7 +11,8 @@ import argparse
 import statistics
 import sys
 import time
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +21,7 @@ from torch.nn.functional import cross_entropy
 
 import primitives as pr
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    Loss = Callable[..., Tensor]
+Loss = Callable[..., Tensor]
 
 BATCH_SIZE, WIDTH, LEARNING_RATE, PENALTY = 64, 64, 3e-3, 0.3
 STEPS, QUICK_STEPS = 300, 40

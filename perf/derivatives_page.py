@@ -5,14 +5,11 @@ Run: `python -m perf.derivatives_page > docs/reference/torch_derivatives.md`, af
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 from perf.torch_derivatives import ELEMENTS, counts
 from primitives._audit.nestings import plain
 from primitives._audit.table import MAX_ORDER, read_table, tabled_version
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 PAGE = """# Torch's derivatives, operator by operator
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 import functools
 import statistics
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,9 +17,6 @@ from torch.nn import functional as F
 
 import primitives as pr
 from perf.models import ConvNet, VisionTransformer
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 # The ratio that each line may have, but for the last column: an operation's, and a whole training step's.
 OPERATION_BOUND, STEP_BOUND = 1.5, 1.05

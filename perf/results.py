@@ -14,19 +14,17 @@ import platform
 import re
 import statistics
 import subprocess
+from collections.abc import Iterable, Iterator
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from perf.workloads import EAGER, OURS
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
-    Row = dict[str, Any]
+Row = dict[str, Any]
 
 ROOT = Path(__file__).resolve().parents[1]
 SCHEMA = 5

@@ -9,23 +9,18 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, cast
 
 import optree
 import torch
+from torch import Tensor
 from torch.func import jvp, vjp
 
-from perf.ops.workload import DROPOUT_P
+from perf.ops.workload import DROPOUT_P, Workload
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-
-    from torch import Tensor
-
-    from perf.ops.workload import Workload
-
-    Function = Callable[..., Any]
-    Step = Callable[[], Any]
+Function = Callable[..., Any]
+Step = Callable[[], Any]
 
 # Largest error over the largest value of a result. A dozen roundings to the input's dtype pass: torch composes
 # derivatives of kernels that round in between. A formula that is wrong misses by tens of percent.

@@ -7,22 +7,18 @@ layouts are the record's.
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from perf.ops import CASES
+from perf.ops.record import Op
 from perf.ops.samples import DTYPES
 from primitives.__main__ import public_functions
-from primitives._core import registered_primitives
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from perf.ops.record import Op
-    from primitives._core import Primitive
+from primitives._core import Primitive, registered_primitives
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "reference" / "support.md"

@@ -14,7 +14,8 @@ import math
 import os
 import statistics
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import pytest
 import torch
@@ -26,17 +27,13 @@ from torch.utils import benchmark
 
 import primitives as pr
 from perf.calls import EPS
+from perf.ops.workload import Workload
 from perf.steps import TOLERANCES, errors, make_sample, make_step
 from perf.workloads import COMPILED, EAGER, FLEX, LIBRARIES, ONLY_OP, OURS, SDPA_BACKENDS, TUNED
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-
-    from perf.ops.workload import Workload
-
-    Function = Callable[..., Any]
-    Step = Callable[[], Any]
-    Row = dict[str, Any]
+Function = Callable[..., Any]
+Step = Callable[[], Any]
+Row = dict[str, Any]
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

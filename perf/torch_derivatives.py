@@ -17,10 +17,13 @@ import csv
 import re
 import warnings
 from collections import Counter, defaultdict
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
+from torch._ops import OpOverload
 from torch.nn.functional import fold, group_norm, scaled_dot_product_attention, unfold
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -31,12 +34,6 @@ from primitives._audit.nestings import STEP, difference, nested, nested_by_autog
 from primitives._audit.table import MAX_ORDER, RIGHT_SIDE, forget_table, name_of, read_table, table_path
 from primitives._repair.kernels import repairs
 from primitives._repair.nodes import backward_operators
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-
-    from torch import Tensor
-    from torch._ops import OpOverload
 
 # Calls of an operator that are kept, those of them that are judged, and the elements that their arguments have at most.
 CALLS, JUDGED, ELEMENTS = 24, 6, 3000

@@ -6,16 +6,12 @@ The table of machine code has their kernels. A shape is added to the record of i
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from perf.ops import CASES
 from perf.ops.cross_entropy import LINEAR_CROSS_ENTROPY
-from perf.ops.workload import MODES
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from perf.ops.workload import Workload
+from perf.ops.workload import MODES, Workload
 
 # What has no kernels of its own, and is measured beside the others.
 COMPOSED = (LINEAR_CROSS_ENTROPY,)

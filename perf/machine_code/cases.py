@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 import torch
 
+from perf.calls import Call
 from perf.ops import CASES
+from perf.ops.workload import Workload
 from perf.workloads import GPU_WORKLOADS
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from perf.calls import Call
-    from perf.ops.workload import Workload
 
 
 def cases() -> Iterator[tuple[str, Workload, list[Call]]]:

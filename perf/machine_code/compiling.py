@@ -10,7 +10,8 @@ import collections
 import contextlib
 import hashlib
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Collection, Iterator
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -19,16 +20,12 @@ from perf.machine_code.assembly import accesses, loads_ahead, unseen_pointers, u
 from perf.machine_code.cases import cases
 from perf.machine_code.sources import source_text
 from perf.machine_code.table import Row
+from perf.ops.workload import Workload
 from primitives.kernels.batch_norm._plan import channel_programs
 from primitives.kernels.runtime.chips import CHIPS, use_chip
 from primitives.kernels.runtime.kernel import intercept
 from primitives.kernels.runtime.limits import limits_of
 from primitives.testing._ptx.launching import StandInDriver
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator
-
-    from perf.ops.workload import Workload
 
 # Registers that one thread can have. A compute unit of AMD has four register files of 512 registers for each lane, of
 # which a wavefront sees one.

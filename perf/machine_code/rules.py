@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
+from perf.machine_code.table import Row
 from primitives.kernels.runtime.chips import CHIPS
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-
-    from perf.machine_code.table import Row
 
 # On NVIDIA, float64 division and square root are subroutines, around whose calls a few registers go to the stack.
 FLOAT64_SPILLS = 64

@@ -9,11 +9,9 @@ import csv
 import dataclasses
 import hashlib
 import pathlib
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
+from typing import Any
 
 TABLE = pathlib.Path(__file__).parents[2] / "docs" / "perf" / "machine_code"
 # The release of Triton whose compiler made the table; another one makes other code.

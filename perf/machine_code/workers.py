@@ -7,15 +7,13 @@ import multiprocessing
 import os
 import tempfile
 import warnings
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+from perf.machine_code.table import Row
 
-    from perf.machine_code.table import Row
-
-    # For each key the kernel's name and the first case with it.
-    Keys = dict[str, tuple[str, str]]
+# For each key the kernel's name and the first case with it.
+Keys = dict[str, tuple[str, str]]
 
 
 def in_processes(work: Callable[..., Any], tasks: Sequence[tuple], jobs: int) -> list[Any]:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
+from perf.calls import Call, Step
 from perf.ops.workload import KERNEL_MODES
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from perf.calls import Call, Step
 
 # Beside the bench's own modes: the vjp of a jvp, the kernels without parameter sums, the double backward of all
 # gradients (a Hessian-vector product in reverse), and all results of the launcher `double_backward`, which derivatives

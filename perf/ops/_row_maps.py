@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from perf.calls import EPS, Operands, random
+from perf.calls import EPS, Call, Operands, Step, random
 from perf.ops.record import Op
 from perf.ops.samples import Sample, make_options, make_samples
 from perf.ops.workload import FIRST_ORDER, KERNEL_MODES, Workload, unnamed
 from primitives._core import registered_primitives
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from torch import Tensor
-
-    from perf.calls import Call, Step
 
 LAYOUTS = ("contiguous", "transposed", "sliced", "expanded")
 # Beside the bench's modes: the launcher `double_backward` with some of its results and with all.

@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 import primitives as pr
-from perf.calls import EPS, Operands, random, statistics
+from perf.calls import EPS, Call, Operands, Step, random, statistics
 from perf.ops.dropout import SEED
 from perf.ops.philox_truth import true_noise
 from perf.ops.record import Op
 from perf.ops.samples import Sample, make_options, make_samples, true_norm
 from perf.ops.workload import DROPOUT_P, FIRST_ORDER, Workload, unnamed
 from primitives.ops.norms.add_layer_norm import add_layer_norm_p
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
-
-    from perf.calls import Call, Step
 
 
 def _call(

@@ -8,27 +8,22 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import primitives as pr
-from perf.calls import Operands, random
+from perf.calls import Call, Operands, Step, random
 from perf.ops.dropout import OFFSET, SEED
 from perf.ops.philox_truth import true_noise
 from perf.ops.record import Op
 from perf.ops.samples import Sample
 from perf.ops.samples import make_options as _options
 from perf.ops.workload import DROPOUT_P, MODES, Workload, unnamed
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from torch import Tensor
-
-    from perf.calls import Call, Step
 
 
 def _scaled_dot_product_attention(

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 import primitives as pr
-from perf.calls import EPS, Operands, random, statistics
+from perf.calls import EPS, Call, Operands, Step, random, statistics
 from perf.ops._norm_steps import NORM_MODES, norm_calls
 from perf.ops.record import Op
 from perf.ops.samples import Sample, make_samples, true_norm
 from perf.ops.workload import FIRST_ORDER, KERNEL_MODES, Workload, unnamed
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from torch import Tensor
-
-    from perf.calls import Call, Step
 
 MOMENTUM = 0.3
 

@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 import primitives as pr
-from perf.calls import EPS, random
+from perf.calls import EPS, Call, Step, random
 from perf.ops.batch_norm import BATCH_NORM, BATCH_NORM_EVAL, MOMENTUM, BatchNorm
+from perf.ops.record import Op
 from perf.ops.samples import Sample
 from perf.ops.workload import FIRST_ORDER, Workload, unnamed
 from primitives.ops.norms.batch_norm_functions import batch_norm_of_tensors
 from primitives.ops.rules import weight_beside
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from torch import Tensor
-
-    from perf.calls import Call, Step
-    from perf.ops.record import Op
 
 
 def _call(functional: Any, x: Tensor, residual: Any, *params: Any, training: bool) -> Tensor:

@@ -5,24 +5,19 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 import primitives as pr
-from perf.calls import Operands, random
+from perf.calls import Call, Operands, Step, random
 from perf.ops.record import Op
 from perf.ops.samples import Sample, make_options, make_samples
 from perf.ops.workload import FIRST_ORDER, Workload, unnamed
 from primitives.ops.losses.cross_entropy import cross_entropy_p
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from torch import Tensor
-
-    from perf.calls import Call, Step
 
 
 def _call(functional: Any, x: Tensor, target: Tensor, dim: int = 1) -> Tensor:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from perf.calls import Call, random
 from perf.ops.philox_truth import true_noise
@@ -12,9 +13,6 @@ from perf.ops.record import PASSES, Op
 from perf.ops.samples import Sample, make_options, make_samples
 from perf.ops.workload import DROPOUT_P, FIRST_ORDER, Workload, unnamed
 from primitives.ops.dropout.dropout import dropout_p
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 SEED, OFFSET = -(2**40) + 12345, 2**33 + 7
 

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from perf.calls import EPS
+from perf.calls import EPS, Call
 from perf.ops._norm_steps import norm_calls
 from perf.ops.layer_norm import CHANNELS_LAST, LAYER_NORM, LayerNorm
 from perf.ops.samples import Sample, make_options, make_samples, true_norm
 from perf.ops.workload import FIRST_ORDER, Workload, unnamed
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from perf.calls import Call
 
 
 def _group_norm(functional: Any, x: Tensor, weight: Any = None, bias: Any = None, num_groups: int = 2) -> Tensor:

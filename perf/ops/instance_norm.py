@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from perf.calls import EPS
+from torch import Tensor
+
+from perf.calls import EPS, Call
 from perf.ops.batch_norm import BATCH_NORM
 from perf.ops.samples import Sample, make_samples, true_norm
 from perf.ops.workload import FIRST_ORDER, Workload
 from primitives.ops.norms.group_norm import pure_instance_norm
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from perf.calls import Call
 
 MOMENTUM = 0.3
 

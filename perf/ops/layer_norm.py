@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
-from perf.calls import EPS, Operands, random, statistics
+from perf.calls import EPS, Call, Operands, random, statistics
 from perf.ops._norm_steps import NORM_MODES, norm_calls
 from perf.ops.record import Op
 from perf.ops.samples import Sample, make_options, make_samples, true_norm
 from perf.ops.workload import FIRST_ORDER, Workload, unnamed
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
-
-    from perf.calls import Call
-
 
 # `grouped` of x whose channels are adjacent in memory.
 CHANNELS_LAST = 2

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from perf.ops._row_maps import RowMapOperands, row_map
 from perf.ops.samples import make_options
 from perf.ops.workload import FIRST_ORDER, Workload, unnamed
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 def _call(functional: Any, x: Tensor, dim: int = -1, dtype: torch.dtype | None = None) -> Tensor:

@@ -7,24 +7,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 import primitives as pr
+from perf.calls import Call
 from perf.ops.samples import DTYPES, LOW_PRECISION, Sample, arranged, normal
-from perf.ops.workload import KERNEL_MODES, RECORDS
-from primitives._core import registered_primitives
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from torch import Tensor
-
-    from perf.calls import Call
-    from perf.ops.workload import Workload
-    from primitives._core import Primitive
+from perf.ops.workload import KERNEL_MODES, RECORDS, Workload
+from primitives._core import Primitive, registered_primitives
 
 __all__ = ["Op"]
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch import Tensor
 
 from perf.calls import EPS
 from perf.ops.layer_norm import LAYER_NORM, row_norm_calls
 from perf.ops.samples import true_norm
 from perf.ops.workload import FIRST_ORDER, Workload, unnamed
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 def _rms_norm(functional: Any, x: Tensor, weight: Any = None, norm_ndim: int = 1) -> Tensor:

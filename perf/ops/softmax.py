@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from perf.calls import random
 from perf.ops._row_maps import LAYOUTS, RowMapOperands, row_map
 from perf.ops.log_softmax import OF_CURVATURE
 from perf.ops.samples import Sample, make_options, make_samples
 from perf.ops.workload import FIRST_ORDER, Workload, unnamed
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 def _call(

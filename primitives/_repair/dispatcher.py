@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import re
 import warnings
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import _C
 
 from primitives._core.contexts import run_as_written
 from primitives._core.errors import BackendError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
 
 __all__ = ["DEVICES", "NAMESPACES", "Registrations", "has_kernel"]
 

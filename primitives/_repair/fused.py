@@ -7,9 +7,12 @@ primitives do not take: the decomposition of the operator answers for these.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
+from torch._ops import OpOverload
 
 from primitives import functional
 from primitives._core.errors import DeviceError, DtypeError, ShapeError
@@ -21,12 +24,6 @@ from primitives.ops.norms.batch_norm_eval import batch_norm_eval_p
 from primitives.ops.norms.group_norm import group_norm_of_tensors
 from primitives.ops.norms.layer_norm import layer_norm_p
 from primitives.ops.rules import accumulation_dtype, weight_beside
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from torch import Tensor
-    from torch._ops import OpOverload
 
 __all__ = ["FUSED", "ON_CUDA_ALONE"]
 

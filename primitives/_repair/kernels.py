@@ -9,12 +9,14 @@ by a hook of the node.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import _C
 from torch._C import _functorch  # type: ignore[attr-defined] - no stub
 from torch._C._autograd import _top_saved_tensors_default_hooks
+from torch._ops import OpOverload
 from torch.autograd import forward_ad
 from torch.utils._pytree import tree_map_only
 
@@ -26,11 +28,6 @@ from primitives._repair.dispatcher import NAMESPACES, has_kernel
 from primitives._repair.fused import FUSED, ON_CUDA_ALONE
 from primitives._repair.nodes import backward_name, backward_operators
 from primitives._repair.state import carries_tangent, is_active, is_repairing, process, repairing, this_thread
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from torch._ops import OpOverload
 
 __all__ = ["SIGNS", "Repair", "forward_kernel", "inplace_kernel", "inplace_name", "repairs"]
 

@@ -11,11 +11,13 @@ import functools
 import importlib
 import math
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
-from torch import _C
+from torch import _C, Tensor
 from torch._C import _autograd, _functorch  # type: ignore[attr-defined] - no stub
+from torch._ops import OpOverload
 from torch.autograd import forward_ad
 
 from primitives._audit.table import verdicts_of
@@ -24,12 +26,6 @@ from primitives._core.decomposition import decomposition_table
 from primitives._core.fast_path import are_unwatched
 from primitives._repair.dispatcher import DEVICES, Registrations, has_kernel
 from primitives._repair.state import carries_tangent, is_active, is_repairing, repairing, without_subclass
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from torch import Tensor
-    from torch._ops import OpOverload
 
 __all__ = ["backward_name", "backward_operators", "install_backwards", "keep_repaired", "recorded"]
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._C import _functorch  # type: ignore[attr-defined] - no stub
@@ -13,9 +14,6 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 
 from primitives._core.autograd import tangents_possible, unpack_dual
 from primitives._core.fast_path import PLAIN_TYPES
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 __all__ = [
     "carries_tangent",

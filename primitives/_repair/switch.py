@@ -7,7 +7,8 @@ import functools
 import math
 import sys
 import threading
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import torch
 from torch._C import _functorch  # type: ignore[attr-defined] - no stub
@@ -19,9 +20,6 @@ from primitives._repair.dispatcher import DEVICES, Registrations
 from primitives._repair.kernels import SIGNS, forward_kernel, inplace_kernel, inplace_name, repairs
 from primitives._repair.nodes import install_backwards, keep_repaired
 from primitives._repair.state import is_active, process, this_thread
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 _Function = TypeVar("_Function", bound="Callable[..., Any]")
 _peek = _functorch.peek_interpreter_stack

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
+from torch._ops import OpOverload
 
 from primitives._core.decomposition import decomposition_table, register_decomposition
 from primitives._core.write_back import write_back
 from primitives.decompositions._norm_backwards import native_batch_norm_backward
 from primitives.decompositions._norm_checks import check_batch_norm
 from primitives.decompositions._statistics import accumulated, channel_shape, constant_p, moments, saved_dtype, scaled
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
-    from torch._ops import OpOverload
 
 aten = torch.ops.aten
 

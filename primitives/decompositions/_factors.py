@@ -5,19 +5,16 @@ Torch's own derivatives of them raise, or take for constants what moves, or misc
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from primitives._core import Primitive
 from primitives._core.decomposition import register_decomposition
 from primitives.decompositions._norm_checks import require
 from primitives.decompositions._statistics import constant_p
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from torch import Tensor
 
 aten = torch.ops.aten
 

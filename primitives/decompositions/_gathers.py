@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from primitives._core.decomposition import decomposition_table, register_decomposition
 from primitives.decompositions._norm_checks import require
 from primitives.decompositions._reductions import scatter_reduce
 from primitives.decompositions._statistics import constant_p
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 aten = torch.ops.aten
 

@@ -7,14 +7,11 @@ mode is silently wrong. Here they are functions of the matrix, whose derivatives
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from primitives._core.decomposition import decomposition_table, register_decomposition
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 aten = torch.ops.aten
 

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
+from torch._ops import OpOverload
 
 from primitives._core.decomposition import decomposition_table, register_decomposition
 from primitives.decompositions._norm_checks import require
 from primitives.decompositions._statistics import accumulated, constant_p
-
-if TYPE_CHECKING:
-    from torch import Tensor
-    from torch._ops import OpOverload
 
 aten = torch.ops.aten
 

@@ -6,17 +6,13 @@ backward as if they were constants. Here they are taken from the input again, so
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from primitives._core.decomposition import register_decomposition
 from primitives.decompositions._statistics import accumulated, channel_shape, constant_p, moments
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
 
 aten = torch.ops.aten
 

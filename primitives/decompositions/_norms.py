@@ -7,18 +7,14 @@ norm has no jvp in torch, and its backward takes the norm for a constant: revers
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from primitives._core.decomposition import decomposition_table, register_decomposition
 from primitives.decompositions._norm_checks import check_group_norm, check_layer_norm
 from primitives.decompositions._statistics import accumulated, channel_shape, moments, saved_dtype, scaled
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
 
 aten = torch.ops.aten
 

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import _decomp
+from torch import Tensor, _decomp
 from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND, elementwise_dtypes
 
 from primitives._core.batching import to_front
 from primitives._core.decomposition import register_decomposition
 from primitives._core.primitive import Primitive
 from primitives.decompositions._statistics import accumulated
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 aten = torch.ops.aten
 

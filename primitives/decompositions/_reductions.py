@@ -7,18 +7,14 @@ divided by for a constant. Here numbers are multiplied two by two, in as many st
 from __future__ import annotations
 
 import operator
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from primitives._core.decomposition import register_decomposition
 from primitives.decompositions._norm_checks import require
 from primitives.decompositions._statistics import accumulated, constant_p
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
 
 aten = torch.ops.aten
 

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
+from torch import Tensor
 
 from primitives._core.primitive import Primitive
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 __all__ = ["accumulated", "channel_shape", "constant_p", "moments", "saved_dtype", "scaled"]
 

@@ -7,17 +7,14 @@ Where a norm is zero, and by the size of an entry that is zero, all derivatives 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import _decomp
+from torch import Tensor, _decomp
 from torch._prims_common import get_computation_dtype
 
 from primitives._core.decomposition import register_decomposition
 from primitives.decompositions._norm_checks import require
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 aten = torch.ops.aten
 
