@@ -36,12 +36,13 @@ __all__ = ["CASES", "Case", "first_call", "lines", "measure", "results", "saved"
 CONTESTANTS = ("eager", "ours", "torch.compile", "jax.jit")
 
 
-def _step(net: nn.Module, loss: Callable[[Tensor], Tensor], x: Tensor) -> list[Tensor]:
-    for p in net.parameters():
+def _step(params: Sequence[nn.Parameter], loss: Callable[[Tensor], Tensor], x: Tensor) -> list[Tensor]:
+    """Loss and gradients, of a list of parameters, as an optimizer holds one."""
+    for p in params:
         p.grad = None
     value = loss(x)
     value.backward()
-    return [value, *(p.grad for p in net.parameters() if p.grad is not None)]
+    return [value, *(p.grad for p in params if p.grad is not None)]
 
 
 def least(functions: dict[str, Callable[[], Any]], seconds: float) -> dict[str, float]:
@@ -61,8 +62,8 @@ def steps(case: Case) -> dict[str, Callable[[], Any]]:
     net, x = case.net(), torch.rand(case.shape)
     whole = functools.partial(torch.compile, fullgraph=True)
     ways: dict[str, Callable[..., Any]] = {"eager": lambda f: f, "ours": pr.compile, "torch.compile": whole}
-    loss = functools.partial(case.loss, net)
-    found: dict[str, Any] = {name: functools.partial(_step, net, way(loss), x) for name, way in ways.items()}
+    loss, params = functools.partial(case.loss, net), [*net.parameters()]
+    found: dict[str, Any] = {name: functools.partial(_step, params, way(loss), x) for name, way in ways.items()}
     if importlib.util.find_spec("jax") is not None:
         from perf.compiled_in_jax import jax_step
 
@@ -72,8 +73,8 @@ def steps(case: Case) -> dict[str, Callable[[], Any]]:
 
 def saved(step: Any) -> int:
     """Bytes that the graph of a loss keeps for the backward pass, besides weights and data."""
-    net, loss, x = step.args
-    own = {y.untyped_storage().data_ptr() for y in (*net.parameters(), x)}
+    params, loss, x = step.args
+    own = {y.untyped_storage().data_ptr() for y in (*params, x)}
     value = loss(x)
     stack, seen, kept = [value.grad_fn], set(), {}
     while stack:
