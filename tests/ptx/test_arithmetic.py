@@ -89,6 +89,17 @@ def test_shifts(form, kinds, value, by, expected):
     assert compute(f"{form} {{0}}, {{1}}, {{2}}", kinds, value, by).tolist() == expected
 
 
+@pytest.mark.parametrize(
+    "side, expected", [("l", [0x9ABCDEF0, 0xABCDEF01, 0x91A2B3C]), ("r", [0x12345678, 0x1234567, 0x3579BDE0])]
+)
+def test_shifts_of_two_words(side, expected):
+    """Amounts wrap at 32."""
+    found = compute(
+        f"shf.{side}.wrap.b32 {{0}}, {{1}}, {{2}}, {{3}}", "b32 b32 b32 u32", 0x12345678, 0x9ABCDEF0, [32, 4, 31]
+    )
+    assert found.tolist() == expected
+
+
 def field_of(value, start, length, width, is_signed):
     """`bfe` by the loop of the manual."""
     top = start + length - 1

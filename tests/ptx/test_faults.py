@@ -206,6 +206,12 @@ OUT = "mad.wide.u32 %rd0, %r0, 4, %rd0; st.global.b32 [%rd0], %r3;"
         ("st.shared.b32 [256], %r0;", {"out of bounds"}),
         ("shl.b32 %r1, %r0, 1; ld.shared.b32 %r3, [%r1];", {"misaligned"}),
         ("setp.lt.u32 %p1, %r0, 32; @%p1 bra away; bar.sync 0; away:", {"barrier divergence"}),
+        # Some threads come back from code that lies behind the barrier.
+        (
+            "setp.lt.u32 %p1, %r0, 7; @%p1 bra far; on: add.u32 %r0, %r0, 1; bar.sync 0; bra end;"
+            "far: add.u32 %r0, %r0, 1; bra on; end:",
+            set(),
+        ),
         ("setp.lt.u32 %p1, %r0, 7; @%p1 bra away; shfl.sync.bfly.b32 %r1, %r0, 1, 31, -1; away:", {"divergence"}),
         ("setp.lt.u32 %p1, %r0, 7; @%p1 add.u32 %r0, %r0, 1; shfl.sync.bfly.b32 %r1, %r0, 1, 31, -1;", set()),
     ],

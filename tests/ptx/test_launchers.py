@@ -59,15 +59,18 @@ CHANNELS = "channels are read for their sums, and again"
 CASES = {
     "layer_norm": Case(lambda: LayerNorm.draw((13, 1024), BF16)),
     "layer_norm of short rows": Case(lambda: LayerNorm.draw((2, 2, 36), batch_ndim=1)),
+    # Rows of which a thread has one element, whose sums it has a copy of.
+    "layer_norm of few columns": Case(lambda: LayerNorm.draw((35, 31)), {}, ODD, 1, 4),
     "layer_norm of rows with gaps": Case(lambda: apart(LayerNorm.draw((2, 5, 75))), SHARED, "as many gaps", 1, 4),
     "layer_norm swept": Case(lambda: LayerNorm.draw((3, 1000), BF16), SWEPT, SWEEPS + ", and by columns", 4),
     "layer_norm shared": Case(lambda: LayerNorm.draw((2, 1000), BF16), SHARED, SWEEPS + ", and by columns", 4),
-    "group_norm": Case(lambda: LayerNorm.draw((2, 2, 2, 33), BF16, norm_ndim=2, grouped=1), {}, ODD, 2, 2),
+    "group_norm": Case(lambda: LayerNorm.draw((9, 2, 2, 5), BF16, norm_ndim=2, grouped=1), {}, ODD, 2, 2),
     "group_norm and silu": Case(lambda: [*silu().calls("fwd", "fwd_jvp", "bwd", "jvp")], {}, CHANNELS, 2),
     "add_layer_norm": Case(lambda: AddLayerNorm.draw((9, 512), BF16)),
     "add_layer_norm swept": Case(lambda: AddLayerNorm.draw((3, 1000)), SWEPT, SWEEPS + ", and by columns", 3),
     "batch_norm": Case(lambda: BatchNorm.draw((4, 3, 16, 32), BF16), {}, CHANNELS, 2),
     "batch_norm of odd planes": Case(lambda: BatchNorm.draw((3, 3, 17, 19), BF16), {}, f"{CHANNELS}; {ODD}", 2, 2),
+    "batch_norm of tiny planes": Case(lambda: BatchNorm.draw((3, 5, 4)), {}, f"{CHANNELS}; {ODD}", 2, 4),
     "batch_norm of features": Case(lambda: BatchNorm.draw((261, 9)), {}, f"{CHANNELS}; {ODD}", 2, 4),
     "batch_norm of channels last": Case(
         lambda: BatchNorm.draw((4, 16, 9, 11), BF16, arrange=channels_last), {}, CHANNELS, 2
@@ -88,6 +91,7 @@ CASES = {
         lambda: CrossEntropy.draw((9, 1000), 1, BF16, labels=True, smoothing=0.1),
         *({}, "the class of a label is read by itself, again", 1.01, 2),
     ),
+    "cross_entropy of few classes": Case(lambda: CrossEntropy.draw((35, 5), 1), {}, ODD, 2, 4),
     "cross_entropy swept": Case(
         lambda: CrossEntropy.draw((3, 1000), 1, BF16, labels=True, smoothing=0.1), SWEPT, SWEEPS, 2, 2
     ),

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..runtime.arithmetic import cdiv
+from ..runtime.kernel import UNFUSED
 from ..runtime.numbers import TL_DTYPES, accumulation_dtype, float64_bits
 from ..runtime.views import device_guard, param_view, split_scratch
 from ._channels import ChannelView, new_output, output_format, param_pair_view, readable, view_channels
@@ -172,12 +173,15 @@ def sums(
     shapes.append(bits.bit_count() * view.num_channels * plan.num_splits)
     *means, partials = split_scratch(x, *shapes, dtype=accumulation_dtype(x.dtype))
     mean, mean_stride = param_view(mean, batch_ndim)
+    # Where tiles span channels that lie apart, threads add positions of theirs up in each step.
+    lie_apart = any(channel != 1 for _, _, channel, _ in view.strides)
+    unfused = UNFUSED if lie_apart and not view.spatial_inner else {}
     if any(operand is not None for operand in operands):
         with device_guard(x):
             batch_norm_sums_kernel[(plan.num_blocks, plan.num_splits)](
                 *operands, relu, masked, mean, partials, *view.extents(), mean_stride, *_strides_of(operands, view, 0),
                 REPEATS=plan.repeats, RUN=plan.run, NUM_STAGES=plan.num_stages, SUMS=bits, READ_AGAIN=read_again,
-                X_READ_AGAIN=x_read_again, **_tile_options(view, plan),
+                X_READ_AGAIN=x_read_again, **_tile_options(view, plan), **unfused,
             )  # fmt: skip
     return Sums(
         partials,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..runtime.arithmetic import ACCESS_BYTES, block_row_splits, cdiv
 from ..runtime.chips import chip_of
-from ..runtime.kernel import Kernel
+from ..runtime.kernel import UNFUSED, Kernel
 from ..runtime.numbers import TL_DTYPES
 from ..runtime.views import split_scratch
 from .plan import RowPlan, SumPlan, plan_param_reduce, row_options
@@ -194,7 +194,7 @@ def launch_rows(
     modes = ("whole",) if not plan.looped else ("writes",) if not sums.bits else ("swept",)
     if num_parts:
         modes = ("sums", "writes")
-    options = row_options(plan, chip_of(operands.device))
+    options = _options(operands, plan, sums)
     for mode in modes:
         _launch(kernel, operands.num_blocks(plan.block_rows) * plan.col_splits, values | {"MODE": mode}, options)
 
@@ -236,7 +236,7 @@ def launch_row_sums(
         "SUM_MASK": sums.bits,
         "WRITES": bool(sums.bits) or any(output is not None for output in operands.outputs.values()),
     }
-    _launch(kernel, num_parts * col_blocks, values, row_options(plan, chip_of(operands.device)))
+    _launch(kernel, num_parts * col_blocks, values, _options(operands, plan, sums))
     if parts is not None:
         add_partial_rows(parts, [*totals.values()], num_groups, view.num_cols)
 
@@ -262,6 +262,19 @@ def add_partial_rows(
         BLOCK_COLS=plan.block_cols,
         num_warps=plan.num_warps,
     )
+
+
+def _options(operands: Operands, plan: RowPlan | SumPlan, sums: RowSums) -> Mapping[str, Any]:
+    """Options of a launch: `UNFUSED` where the threads of a warp have an element each of a row whose sums are taken."""
+    chip = chip_of(operands.device)
+    values = plan.block_rows * plan.block_cols / (plan.num_warps * chip.warp_size)
+    if operands.view.along_rows:
+        # A thread has up to so many rows beside each other.
+        is_spread = values <= ACCESS_BYTES
+    else:
+        is_spread = values <= 1 or not operands.is_aligned(operands.dtype.itemsize)
+    is_spread = is_spread and plan.block_cols <= chip.warp_size
+    return row_options(plan, chip) | (UNFUSED if is_spread and sums.bits else {})
 
 
 def _launch(kernel: Kernel, num_programs: int, values: dict[str, Any], options: Mapping[str, Any]) -> None:

@@ -10,6 +10,7 @@ import contextlib
 import inspect
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -37,6 +38,10 @@ GRAPH_OPTIONS = frozenset({"num_warps", "num_stages"})
 # Triton 3.10 stops fusing multiplications with additions unless it is asked to; 3.6 to 3.9 fuse by default. Graphs have
 # no place for this option: there the default holds.
 PINNED_OPTIONS = {"enable_fp_fusion": True}
+
+# For sums of products of which a thread has one, and a copy of the sum: if each fused its own product into the sum, the
+# copies would differ, and which one they store for all is undefined. In a graph, the operator stays a call.
+UNFUSED = MappingProxyType({"enable_fp_fusion": False})
 
 # A kernel in a graph goes without a bound on registers, which changes no result.
 _DISPENSABLE_OPTIONS = frozenset({"maxnreg"})

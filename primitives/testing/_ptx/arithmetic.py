@@ -62,6 +62,8 @@ def operation(op: str, qualifiers: tuple[str, ...], count: int, is_approximate: 
         function = _approximate(*_APPROXIMATE[op], is_approximate and not {"approx", "full"}.isdisjoint(flags))
     if op in ("min", "max") and is_float:
         function = _extremum(op, "NaN" in flags)
+    if op == "shf":
+        function = _funnel("l" in flags)
     if is_float and op not in ("mov", "selp"):
         function = _rounded(function, kind, "ftz" in flags)
     named = {"u": _U32, "p": KINDS["pred"]}
@@ -197,6 +199,16 @@ def _shift_right(a: Array, n: Array) -> Array:
     return shifted if a.dtype.kind == "i" else np.where(n >= bits, a.dtype.type(0), shifted)
 
 
+def _funnel(is_left: bool) -> Function:
+    """`shf.wrap`: the high word of two that are shifted left together, or the low one of two that go right."""
+
+    def shift(low: Array, high: Array, n: Array) -> Array:
+        both, n = low.astype(np.uint64) | high.astype(np.uint64) << np.uint64(32), (n & np.uint32(31)).astype(np.uint64)
+        return ((both << n) >> np.uint64(32) if is_left else both >> n).astype(np.uint32)
+
+    return shift
+
+
 def _quotient(a: Array, b: Array) -> Array:
     """Rounded to zero; of a division by zero, which has no result in PTX, whatever comes."""
     b = np.where(b == 0, b.dtype.type(1), b)
@@ -304,6 +316,7 @@ _TABLE: dict[str, tuple[str, Function | None, Function | None, str]] = {
     "not": ("", None, np.invert, ""),
     "shl": ("", None, _shift_left, "ku"),
     "shr": ("", None, _shift_right, "ku"),
+    "shf": ("l r wrap", None, _funnel, "kku"),
     "bfe": ("", None, _field, "kuu"),
     "prmt": ("", None, _permute, ""),
     "cvt": (" ".join((*KINDS, *_TO_INTEGRAL, "rn ftz sat")), None, None, ""),

@@ -177,7 +177,9 @@ class Machine:
             warps = self.lanes // 32 if mask is ALL else int(mask.reshape(-1, 32).any(1).sum())
             count = len(self.threads[mask])
             self.counts.update(warp_instructions=(end - start) * warps, instructions=(end - start) * count)
-            if self.program.steps[end] is None:
+            # Some threads wait at a barrier for those that have gone elsewhere.
+            waits = mask is not ALL and end > start and self.program.together[end] > 1
+            if self.program.steps[end] is None and not waits:
                 self._control(self.program.code.instructions[end], mask, counters)
 
     def _choose(self, counters: Array) -> tuple[int, Any] | None:
