@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 import primitives as pr
 from primitives._audit.nestings import nested, nested_by_autograd, nestings, perturbed_sum
+from primitives._repair.fused import FUSED
 from tests.support import randn, right_nestings
 
 pytestmark = pytest.mark.usefixtures("seeded")
@@ -240,3 +241,32 @@ def test_a_backward_pass_within_hooks_of_saved_tensors_keeps_none_of_them():
     del x
     assert alive
     assert not any(reference() for reference in alive)
+
+
+aten = torch.ops.aten
+IMAGE, LINES, Q = (2, 4, 3, 3), (5, 4), (1, 2, 4, 3)
+# Calls of the operators that primitives serve on a GPU in plain code too.
+FUSED_CALLS = {
+    aten.native_layer_norm.default: lambda r: (r(*IMAGE), [3, 3], r(3, 3), r(3, 3), 0.1),
+    aten.native_group_norm.default: lambda r: (r(*IMAGE), r(4), None, 2, 4, 9, 2, 0.1),
+    aten.native_batch_norm.default: lambda r: (r(*IMAGE), r(4), r(4), r(4), r(4).abs(), True, 0.2, 0.1),
+    aten._native_batch_norm_legit.default: lambda r: (r(*LINES), None, None, r(4), r(4).abs(), False, 0.2, 0.1),
+    aten._native_batch_norm_legit.no_stats: lambda r: (r(*IMAGE), r(4), r(4), True, 0.2, 0.1),
+    aten._scaled_dot_product_flash_attention_for_cpu.default: lambda r: (r(*Q), r(*Q), r(*Q), 0.0, True),
+    aten.scaled_dot_product_attention.default: lambda r: (r(*Q), r(*Q), r(*Q), r(4, 4)),
+    aten._fused_rms_norm.default: lambda r: (r(*IMAGE), [3, 3], r(3, 3), None),
+}
+
+
+@pytest.mark.parametrize("operator", FUSED, ids=str)
+def test_primitives_give_what_torchs_operators_give(operator):
+    # Torch has these for GPUs alone.
+    like = {"cudnn_batch_norm": aten.native_batch_norm, "miopen_batch_norm": aten.native_batch_norm}
+    torchs = like[operator._opname].default if operator._opname in like else operator
+    torch.manual_seed(0)
+    args = FUSED_CALLS[torchs](randn)
+    twins = [x.clone() if isinstance(x, torch.Tensor) else x for x in args]
+    found, expected = FUSED[operator](*args), torchs(*twins)
+    found, expected = ([y] if isinstance(y, torch.Tensor) else list(y) for y in (found, expected))
+    torch.testing.assert_close(found[: len(expected)], expected, check_stride=False)
+    torch.testing.assert_close(args, tuple(twins), msg="running statistics")
