@@ -9,28 +9,22 @@ from __future__ import annotations
 import contextlib
 import operator
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
-from torch import _C, fx
+from torch import _C, Tensor, fx
 from torch._C import _functorch  # type: ignore[attr-defined] - no stub
 from torch._C._dynamo.guards import TensorGuards
 from torch.autograd import forward_ad
 
-from primitives._compiled._graphs import compiling, cut, joint_graph, program_of
+from primitives._compiled._graphs import Program, Settings, compiling, cut, joint_graph, program_of
 from primitives._core.errors import MissingRuleError, ShapeError
 from primitives._core.recomputation import Batched, Derived, Pullback, Pushforward, Recomputable, recorded_here
+from primitives.tracing import JointGraph
 from primitives.tracing._torch_private import bindings, bound_sizes
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from torch import Tensor
-
-    from primitives._compiled._graphs import Program, Settings
-    from primitives.tracing import JointGraph
-
-    Tensors = tuple[Tensor, ...]
+Tensors = tuple[Tensor, ...]
 
 __all__ = ["SEED", "Compiled", "Joint", "Resumed"]
 

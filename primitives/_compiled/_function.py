@@ -9,12 +9,13 @@ import inspect
 import logging
 import threading
 import types
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 from unittest import mock
 
 import optree
 import torch
-from torch import _C
+from torch import _C, Tensor
 from torch._C._dynamo.guards import GlobalStateGuard
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.nn.parameter import is_lazy
@@ -22,22 +23,15 @@ from torch.nn.utils import parametrize
 from torch.overrides import _get_current_function_mode_stack, _pop_mode_temporarily
 
 from primitives._compiled._derivatives import SEED, Compiled
-from primitives._compiled._graphs import compiling
+from primitives._compiled._graphs import Settings, compiling
 from primitives._core.errors import LeafError, TraceError
 from primitives._core.recomputation import recomputed
 from primitives._core.trees.nodes import ARGUMENTS, registered
 from primitives.func._reached import Reached
 from primitives.func._region import Guard, Region, once
+from primitives.tracing import JointGraph
 from primitives.tracing._errors import current_line
 from primitives.tracing._leaves import Leaves
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from torch import Tensor
-
-    from primitives._compiled._graphs import Settings
-    from primitives.tracing import JointGraph
 
 __all__ = ["CompiledFunction"]
 

@@ -12,10 +12,11 @@ import os
 import textwrap
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
-from torch import _C, _guards, fx
+from torch import _C, Tensor, _guards, fx
 from torch._C import _functorch  # type: ignore[attr-defined] - no stub
 from torch._functorch.compile_utils import fx_graph_cse
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
@@ -23,18 +24,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from primitives._core.errors import LeafError
 from primitives._core.inductor import tracing_a_program
+from primitives._core.recomputation import Recomputable
+from primitives.tracing import JointGraph
 from primitives.tracing._joint.trace import traced
 from primitives.tracing._leaves import Leaves
 from primitives.tracing._subclasses.made_inside import subclasses_made
 from primitives.tracing._torch_private import GraphModule, is_wrapper_subclass
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-
-    from torch import Tensor
-
-    from primitives._core.recomputation import Recomputable
-    from primitives.tracing import JointGraph
 
 __all__ = ["Program", "Settings", "compiling", "cut", "joint_graph", "program_of"]
 
