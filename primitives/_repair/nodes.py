@@ -77,7 +77,7 @@ def _group_norm(found: Sequence[Any], cotangents: Sequence[Any]) -> tuple[Any, .
     node: Any = _C._current_autograd_node()
     x, weight, wanted = node._saved_input, node._saved_weight, [i for i, bar in enumerate(found) if bar is not None]
     bias = x.new_zeros(x.shape[1]) if weight is None else torch.zeros_like(weight)
-    values: list[Any] = [
+    values = [
         y if y is None else y.view_as(y) if y.requires_grad else y.detach().requires_grad_() for y in (x, weight, bias)
     ]
     options = (getattr(node, f"_saved_{name}") for name in ("N", "C", "HxW", "group", "eps"))
