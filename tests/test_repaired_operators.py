@@ -243,30 +243,6 @@ def test_a_backward_pass_within_hooks_of_saved_tensors_keeps_none_of_them():
     assert not any(reference() for reference in alive)
 
 
-@pytest.mark.parametrize("space", [F, pr.functional], ids=["torch", "primitives"])
-def test_recorded_backward_passes_of_group_norm_take_batches(space):
-    x, weight, bias = randn(2, 4, 4), randn(4), randn(4)
-    hessian = functools.partial(
-        torch.autograd.functional.hessian, lambda *args: space.group_norm(args[0], 2, *args[1:]).sin().sum()
-    )
-    with pr.repair_torch():
-        torch.testing.assert_close(hessian((x, weight, bias), vectorize=True), hessian((x, weight, bias)))
-
-
-def test_group_norm_has_a_bias_without_a_weight_and_derivatives_of_its_statistics():
-    x, bias = randn(2, 4, 3).requires_grad_(), randn(4).requires_grad_()
-
-    def second(weight):
-        y, mean, rstd = torch.ops.aten.native_group_norm(x, weight, bias, 2, 4, 3, 2, 1e-5)
-        total = y.sin().sum() + mean.sin().sum() + rstd.log().sum()
-        first = torch.autograd.grad(total, (x, bias), create_graph=True)
-        return *first, *torch.autograd.grad(sum(bar.cos().sum() for bar in first), (x, bias))
-
-    expected = second(torch.ones(4, dtype=x.dtype))
-    with pr.repair_torch():
-        torch.testing.assert_close(second(None), expected)
-
-
 aten = torch.ops.aten
 IMAGE, LINES, Q = (2, 4, 3, 3), (5, 4), (1, 2, 4, 3)
 # Calls of the operators that primitives serve on a GPU in plain code too.

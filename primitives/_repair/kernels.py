@@ -26,18 +26,17 @@ from primitives._core.decomposition import decomposition_table, decomposition_ta
 from primitives._repair import state
 from primitives._repair.dispatcher import NAMESPACES, has_kernel
 from primitives._repair.fused import FUSED, ON_CUDA_ALONE
-from primitives._repair.nodes import backward_name, backward_operators, watched
+from primitives._repair.nodes import backward_name, backward_operators
 from primitives._repair.state import carries_tangent, is_active, is_repairing, process, repairing, this_thread
 
 __all__ = ["SIGNS", "Repair", "forward_kernel", "inplace_kernel", "inplace_name", "repairs"]
 
 _BATCH_NORMS = ("batch_norm", "instance_norm", "_batch_norm_impl_index")
-SIGNS = ("layer_norm", *_BATCH_NORMS, "scaled_dot_product_attention")
+SIGNS = ("layer_norm", "group_norm", *_BATCH_NORMS, "scaled_dot_product_attention")
 """Operators of torch that call one that waits: a transform of `torch.func` meets these first."""
 
 # The half of the factor that they do not read has a gradient in torch, where it is not zero.
 _WRONG_AT_ONCE = (torch.ops.aten.cholesky_solve.default, torch.ops.aten.cholesky_inverse.default)
-_GROUP_NORM = torch.ops.aten.native_group_norm.default
 # Of others, in C++ that is wrong in place.
 _COMPOSED = (torch.ops.aten.cosine_embedding_loss.default,)
 # That of `_embedding_bag`, which depends on it where it is saved alone; an optimizer may step before the backward pass.
@@ -100,8 +99,7 @@ class Repair:
             self.reverse = "node" if backward_name(operator) in backward_operators() else "formula"
         wrong = verdicts_of(operator).beyond(0)
         is_right_in_transforms = bool(wrong) and all("d" in nesting for nesting in wrong)
-        comes_first = self.reverse == "formula" or operator is _GROUP_NORM
-        self.waits_for = "" if comes_first else "forward_ad" if is_right_in_transforms else "transform"
+        self.waits_for = "" if self.reverse == "formula" else "forward_ad" if is_right_in_transforms else "transform"
 
     def formula(self, *args: Any, **kwargs: Any) -> Any:
         """The outputs, or `NotImplemented` where no formula takes the arguments."""
@@ -185,8 +183,6 @@ def inplace_kernel(repair: Repair, own: Callable[..., Any]) -> Callable[..., Any
 
 def _in_plain_code(own: Callable[..., Any], repair: Repair) -> Callable[..., Any]:
     """Torch's own kernel; its node gets a hook where the formula has to differentiate its backward pass."""
-    if repair.operator is _GROUP_NORM:
-        return functools.partial(_group_norm, own)
     if repair.reverse != "formula":
         return own
     arguments = [argument.name for argument in repair.operator._schema.arguments]
@@ -223,14 +219,6 @@ def _in_plain_code(own: Callable[..., Any], repair: Repair) -> Callable[..., Any
         return outputs
 
     return recorded
-
-
-def _group_norm(own: Callable[..., Any], keyset: Any, x: Any, weight: Any, bias: Any, *options: Any) -> Any:
-    if weight is None and bias is not None:
-        weight = torch.ones_like(bias)  # like which torch's backward makes the gradient of the bias
-    outputs = own(keyset, x, weight, bias, *options)
-    watched(outputs[0])
-    return outputs
 
 
 def _unpacking_once(pack: Callable[[Any], Any], unpack: Callable[[Any], Any]) -> tuple[Callable[[Any], Any], ...]:

@@ -27,7 +27,7 @@ from primitives._core.fast_path import are_unwatched
 from primitives._repair.dispatcher import DEVICES, Registrations, has_kernel
 from primitives._repair.state import carries_tangent, is_active, is_repairing, repairing, without_subclass
 
-__all__ = ["backward_name", "backward_operators", "install_backwards", "keep_repaired", "recorded", "watched"]
+__all__ = ["backward_name", "backward_operators", "install_backwards", "keep_repaired", "recorded"]
 
 aten = torch.ops.aten
 _lock, _registrations = threading.Lock(), Registrations()
@@ -55,37 +55,6 @@ def recorded(y: Tensor) -> Tensor:
         install_backwards()
         keep_repaired()
     return y
-
-
-def watched(y: Tensor) -> Tensor:
-    """`y` of a group norm that torch has recorded; a recorded backward pass is right for a batch of cotangents too."""
-    if y.grad_fn is not None:
-        y.grad_fn.register_prehook(_before_group_norm)
-    return y
-
-
-def _before_group_norm(_cotangents: Any) -> None:
-    """Torch's node does not record its backward pass, in which it mistakes axes: `_group_norm` does, behind it."""
-    node: Any = _C._current_autograd_node()
-    if node is not None and torch.is_grad_enabled():
-        _C._set_grad_enabled(False)  # the engine restores it
-        handle = node.register_hook(lambda found, bars: (handle.remove(), _group_norm(found, bars))[1])
-
-
-def _group_norm(found: Sequence[Any], cotangents: Sequence[Any]) -> tuple[Any, ...]:
-    _C._set_grad_enabled(True)
-    node: Any = _C._current_autograd_node()
-    x, weight, wanted = node._saved_input, node._saved_weight, [i for i, bar in enumerate(found) if bar is not None]
-    bias = x.new_zeros(x.shape[1]) if weight is None else torch.zeros_like(weight)
-    values = [
-        y if y is None else y.view_as(y) if y.requires_grad else y.detach().requires_grad_() for y in (x, weight, bias)
-    ]
-    options = (getattr(node, f"_saved_{name}") for name in ("N", "C", "HxW", "group", "eps"))
-    outputs = decomposition_table[aten.native_group_norm.default](*values, *options)
-    given = [i for i, bar in enumerate(cotangents) if bar is not None]
-    ys, bars = [outputs[i] for i in given], [cotangents[i] for i in given]
-    bars = torch.autograd.grad(ys, [values[i] for i in wanted], bars, create_graph=True, allow_unused=True)
-    return tuple(bars[wanted.index(i)] if i in wanted else None for i in range(len(found)))
 
 
 @functools.cache
