@@ -1,5 +1,6 @@
 """Single operators of torch under `repair_torch`, each with a fault that it had."""
 
+import contextlib
 import functools
 import weakref
 
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 import primitives as pr
 from primitives._audit.nestings import nested, nested_by_autograd, nestings, perturbed_sum
 from primitives._repair.fused import FUSED
+from primitives._repair.nodes import IN_PLACE
 from tests.support import randn, right_nestings
 
 pytestmark = pytest.mark.usefixtures("seeded")
@@ -241,6 +243,50 @@ def test_a_backward_pass_within_hooks_of_saved_tensors_keeps_none_of_them():
     del x
     assert alive
     assert not any(reference() for reference in alive)
+
+
+@pytest.mark.parametrize("space", [F, pr.functional], ids=["torch", "primitives"])
+def test_recorded_backward_passes_of_group_norm_take_batches(space):
+    arguments = randn(2, 4, 4), randn(4), randn(4)
+    hessian = functools.partial(
+        torch.autograd.functional.hessian, lambda x, *affine: space.group_norm(x, 2, *affine).sin().sum()
+    )
+    with pr.repair_torch() if space is F else contextlib.nullcontext():
+        torch.testing.assert_close(hessian(arguments, vectorize=True), hessian(arguments))
+
+
+_ARGUMENTS = {
+    **{"aten::t_": (), "aten::as_strided_": ((3, 2), (1, 3)), "aten::unsqueeze_": (-2,)},
+    **{"aten::squeeze_": (), "aten::squeeze_.dim": (1,), "aten::squeeze_.dims": ([0, 1],)},
+}
+
+
+@pytest.mark.parametrize("name", sorted(IN_PLACE))
+def test_axes_of_a_batch_of_cotangents_change_in_place(name):
+    method, args = name.removeprefix("aten::").partition(".")[0], _ARGUMENTS.get(name, (0, 1))
+    sizes = (2, 3) if name == "aten::t_" else (2, 1, 3)
+
+    class Scaled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, y_bar):
+            y = y_bar * 3
+            getattr(y, method)(*args)
+            assert y.shape == IN_PLACE[name](torch.empty(sizes), *args).shape
+            return (y.sin() * y[..., :1]).sum() * torch.ones(sizes, dtype=y.dtype)
+
+    x, cotangents = randn(*sizes).requires_grad_(), randn(4, *sizes).requires_grad_()
+    with pr.repair_torch():
+        found = torch.autograd.grad(Scaled.apply(x), x, cotangents, is_grads_batched=True, create_graph=True)[0]
+        expected = torch.stack(
+            [torch.autograd.grad(Scaled.apply(x), x, bar, create_graph=True)[0] for bar in cotangents]
+        )
+        torch.testing.assert_close(found, expected)
+        bars = (torch.autograd.grad(y.cos().sum(), cotangents)[0] for y in (found, expected))
+        torch.testing.assert_close(*bars)
 
 
 aten = torch.ops.aten

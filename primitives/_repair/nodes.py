@@ -27,7 +27,7 @@ from primitives._core.fast_path import are_unwatched
 from primitives._repair.dispatcher import DEVICES, Registrations, has_kernel
 from primitives._repair.state import carries_tangent, is_active, is_repairing, repairing, without_subclass
 
-__all__ = ["backward_name", "backward_operators", "install_backwards", "keep_repaired", "recorded"]
+__all__ = ["IN_PLACE", "backward_name", "backward_operators", "install_backwards", "keep_repaired", "recorded"]
 
 aten = torch.ops.aten
 _lock, _registrations = threading.Lock(), Registrations()
@@ -47,6 +47,12 @@ def keep_repaired(until: float | None = None) -> None:
     """Have all nodes up to a number, those that this thread has recorded so far, stay repaired."""
     with _lock:
         _Recorded.until = max(_Recorded.until, _next_number() if until is None else until)
+
+
+def _is_ours() -> bool:
+    """Whether a repaired node runs its backward pass, or torch is repaired here."""
+    node: Any = _C._current_autograd_node()
+    return is_active() or (node is not None and node._sequence_nr() < _Recorded.until)
 
 
 def recorded(y: Tensor) -> Tensor:
@@ -182,8 +188,7 @@ def _kernel(name: str, formula: Callable[..., Any], own: Callable[..., Any]) -> 
         is_wrong_at_once = is_plain and is_wrong is not None and is_wrong(*args, **kwargs)
         if is_plain and not is_grad_enabled() and not (is_misread or is_wrong_at_once):
             return own(keyset, *args, **kwargs)
-        node: Any = _C._current_autograd_node()
-        is_ours = is_active() or (node is not None and node._sequence_nr() < _Recorded.until)
+        is_ours = _is_ours()
         if is_misread and is_ours:
             args = (torch.empty_like(args[1]).copy_(args[0]), *args[1:])
         if not is_ours or is_repairing(name):
@@ -197,6 +202,37 @@ def _kernel(name: str, formula: Callable[..., Any], own: Callable[..., Any]) -> 
     return kernel
 
 
+IN_PLACE: dict[str, Callable[..., Tensor]] = {
+    **{"aten::as_strided_": torch.as_strided, "aten::t_": torch.t, "aten::unsqueeze_": torch.unsqueeze},
+    **dict.fromkeys(("aten::squeeze_", "aten::squeeze_.dim", "aten::squeeze_.dims"), torch.squeeze),
+    **dict.fromkeys(("aten::transpose_", "aten::swapaxes_", "aten::swapdims_"), torch.transpose),
+}
+"""Operators that change the axes of a tensor in place, and the functions that return a view instead."""
+_BATCHED = _C._parse_dispatch_key("Batched")
+
+
+def _in_place_kernel(function: Callable[..., Any], own: Callable[..., Any]) -> Callable[..., Any]:
+    """An operator that changes the axes of a cotangent where autograd takes a batch of them (`is_grads_batched`).
+
+    Torch's own changes the axes of each slice, views that it then drops: silently nothing happens.
+    """
+
+    def kernel(keyset: Any, x: Tensor, *args: Any) -> Any:
+        if not _is_ours():
+            return own(keyset, x, *args)
+        level = _C._vmapmode_increment_nesting() - 1
+        _C._vmapmode_decrement_nesting()
+        y = function(x, *args)
+        # The tensor below the level, which has the batch in front, and not a view of it.
+        below, of_y = (torch._remove_batch_dim(z, level, 0, 0) for z in (x, y))
+        below.as_strided_(of_y.shape, of_y.stride(), of_y.storage_offset())
+        with _C._ExcludeDispatchKeyGuard(_C.DispatchKeySet(_BATCHED)):
+            x.data = y  # the axes alone: a tensor with a batch keeps its own tensor below
+        return x
+
+    return kernel
+
+
 def _is_one_sample_of_two_layouts(y_bar: Tensor, x: Tensor) -> bool:
     """Whether torch's backward of a batch norm on the CPU reads `y_bar` by the strides of `x`, which differ."""
     return x.shape[0] == 1 and x.is_cpu and y_bar.stride() != x.stride()
@@ -206,8 +242,12 @@ def install_backwards() -> None:
     """Register the derivatives of backward operators, once: torch's own run for nodes that are not repaired."""
     with _lock:
         if not _registrations:
-            _registrations.add(
+            derivatives = [
                 (name, f"Autograd{device}", functools.partial(_kernel, name, formula))
                 for name, formula in backward_operators().items()
                 for device in DEVICES
-            )
+            ]
+            views = [
+                (name, "Batched", functools.partial(_in_place_kernel, function)) for name, function in IN_PLACE.items()
+            ]
+            _registrations.add([*derivatives, *views])

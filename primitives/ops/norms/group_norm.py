@@ -12,6 +12,7 @@ from torch import Tensor
 from primitives._core.trees.leaves import map_tensors
 from primitives._core.typing import Prefix, PyTree
 from primitives._core.write_back import write_back
+from primitives._repair.nodes import recorded
 from primitives._repair.plain import is_plain_on_cpu
 from primitives.ops import arguments
 from primitives.ops.norms.batch_norm_eval import batch_norm_eval_p
@@ -87,7 +88,7 @@ def group_norm(
         x: Any = input
         if x.numel() > num_groups and x.is_contiguous():
             try:
-                return cast("PyTree", torch.group_norm(x, num_groups, weight, bias, eps))
+                return cast("PyTree", recorded(torch.group_norm(x, num_groups, weight, bias, eps)))
             except (RuntimeError, IndexError):
                 pass  # A check of this package says what is wrong.
     arguments.number("group_norm", "eps", eps)
