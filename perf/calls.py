@@ -6,17 +6,19 @@ Triton is imported with the first launcher that is asked for, so that records (`
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import importlib
 import inspect
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
+
+from primitives import use_backend
+from primitives._core import registered_primitives
 
 # A mode, the operands that are absent, and the `output_mask`.
 Step = tuple[str, Sequence[str], Sequence[bool] | None]
@@ -36,13 +38,9 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
     return numbers.to(torch.get_default_device(), dtype)
 
 
-def statistics(x: Tensor, dims: tuple[int, ...], centered: bool = True) -> dict[str, Tensor]:
-    """The mean and the reciprocal standard deviation that a forward hands to the derivatives."""
-    var, mean = torch.var_mean(x.double(), dims, correction=0)
-    if not centered:
-        var, mean = x.double().square().mean(dims), mean.new_empty(0)
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    return {"mean": mean.to(dtype), "rstd": ((var + EPS) ** -0.5).to(dtype)}
+def randoms(names: str, shape: Sequence[int], dtype: torch.dtype, seed: int = 0) -> dict[str, Tensor]:
+    """Random numbers for each of these names, from this seed on."""
+    return {name: random(*shape, dtype=dtype, seed=seed + i) for i, name in enumerate(names.split())}
 
 
 def pairwise(count: int) -> list[tuple[bool, ...]]:
@@ -72,7 +70,10 @@ class Call(NamedTuple):
 
 
 class Operands:
-    """Base of the operands of all ops. Each mode is a launcher that takes its arguments by their names from here."""
+    """Base of the operands of all ops: each attribute is named as the argument of launchers, None for what is absent.
+
+    A mode is a launcher, which takes its arguments by their names from here, or from the results of the reference.
+    """
 
     # The modules of kernels that have the launchers of the op, the one of its name first.
     MODULES: ClassVar[tuple[str, ...]]
@@ -80,6 +81,15 @@ class Operands:
     RESULTS: ClassVar[dict[str, int]] = {}
     # Operands that are there if they are drawn, though a launcher can do without.
     NEVER_ABSENT: ClassVar[tuple[str, ...]] = ()
+    # Arguments that a draw need not give.
+    DEFAULTS: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self, **given: Any) -> None:
+        vars(self).update(given | {"eps": EPS, "momentum": MOMENTUM, **self.DEFAULTS} | given)
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
 
     @classmethod
     def op(cls) -> str:
@@ -98,18 +108,12 @@ class Operands:
         """A call of one mode, by default of all its results."""
         launcher = self.modes()[mode]
         output_mask = (True,) * self.RESULTS.get(mode, 3) if output_mask is None else output_mask
-        given = {"eps": EPS, "momentum": MOMENTUM, **vars(self), **self.derived(), "output_mask": output_mask}
+        given = {**vars(self), **self.derived(), "output_mask": output_mask}
         return Call(launcher, tuple(given[name] for name in inspect.signature(launcher).parameters))
 
     def calls(self, *modes: str) -> list[Call]:
         """A call of each of these modes, by default of all."""
         return [self.call(mode) for mode in modes or self.modes()]
-
-    def calls_with(self, name: str) -> list[Call]:
-        """A call of each mode that takes the named operand."""
-        return [
-            self.call(mode) for mode, launcher in self.modes().items() if name in inspect.signature(launcher).parameters
-        ]
 
     def choices(self, mode: str) -> Iterator[Call]:
         """Calls in which any two of the operands that may be absent and the results meet in all four ways."""
@@ -128,12 +132,21 @@ class Operands:
         return [self.change(**dict.fromkeys(absent)).call(mode, mask) for mode, absent, mask in steps]
 
     def derived(self) -> dict[str, Any]:
-        """Arguments that follow from others."""
-        raise NotImplementedError
+        """Arguments that follow from others: results of the forward pass, but for those that were drawn."""
+        results = self.value(self.op(), **vars(self))
+        return {name: value for name, value in results.items() if name not in vars(self)}
+
+    @staticmethod
+    def value(op: str, **given: Any) -> dict[str, Tensor]:
+        """The results of an operation by its reference, by name."""
+        primitive = registered_primitives()[f"primitives::{op}"]
+        with use_backend("reference"):
+            found = primitive.overload(*(given[name] for name in primitive.spec.arguments))
+        return dict(zip(primitive.spec.outputs, found if isinstance(found, tuple) else (found,), strict=True))
 
     def change(self, **fields: Any) -> Any:
         """The same with other tensors; None for one that is absent."""
-        return dataclasses.replace(self, **fields)  # pyright: ignore[reportArgumentType]
+        return type(self)(**{**vars(self), **fields})
 
     def here(self) -> Any:
         """The same where a test makes its tensors, for operands that were drawn before it began."""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from perf.calls import EPS, Call, Operands, Step, random
+from perf.calls import Call, Operands, Step, randoms
 from perf.ops.record import Op
 from perf.ops.samples import Sample, make_options, make_samples
 from perf.ops.workload import FIRST_ORDER, KERNEL_MODES, Workload, unnamed
@@ -28,47 +27,28 @@ _OUTPUT_MASKS = {
 _SIZES = ((8192, 1000), (8192, 4096), (8192, 4097), (2048, 128256), (64, 128256))
 
 
-@dataclasses.dataclass(frozen=True)
 class RowMapOperands(Operands):
     """Operands of a map along `dim`; its derivatives take its output `y`, or x and the statistics of x."""
 
-    x: Tensor
-    y: Tensor
-    y_bar: Tensor
-    x_dot: Tensor
-    y_bar_dot: Tensor | None
-    y_dot: Tensor | None
-    dim: int
-
     @classmethod
     def draw(
-        cls,
-        shape: Sequence[int],
-        dim: int,
-        dtype: torch.dtype = torch.float32,
+        cls, shape: Sequence[int], dim: int, dtype: torch.dtype = torch.float32,
         arrange: Callable[[Tensor], Tensor] = torch.Tensor.contiguous,
-    ) -> Any:
+    ) -> Any:  # fmt: skip
         """Random operands in some layout."""
-        x, *others = (random(*shape, dtype=torch.float64, seed=seed) for seed in (0, *range(2, 6)))
-        y = cls.value(x=random(*shape, dtype=torch.float64, seed=1), dim=dim)["y"]
-        return cls(*(arrange(tensor.to(dtype)) for tensor in (x, y, *others)), dim=dim)
+        drawn = randoms("x y y_bar x_dot y_bar_dot y_dot", shape, torch.float64)
+        made = cls(**drawn, dim=dim)
+        drawn["y"] = cls.value(cls.op(), **{**vars(made), "x": made.y})["y"]
+        return made.change(**{name: arrange(x.to(dtype)) for name, x in drawn.items()})
 
     @classmethod
     def of(cls, workload: Workload) -> Any:
         """Operands of a workload."""
         return cls.draw(workload.shape, workload.dim % len(workload.shape), workload.torch_dtype)
 
-    @classmethod
-    def value(cls, **given: Any) -> dict[str, Tensor]:
-        """The results of the reference, by name, of these arguments and the defaults of others."""
-        op = registered_primitives()[f"primitives::{cls.op()}"]
-        known = {"eps": EPS, **{field.name: field.default for field in dataclasses.fields(cls)}, **given}
-        found = op.rule("reference")(*(known[name] for name in op.spec.arguments))
-        return dict(zip(op.spec.outputs, found if isinstance(found, tuple) else (found,), strict=True))
-
     def derived(self) -> dict[str, Any]:
         """The dtype of x, and its statistics."""
-        return {"x_dtype": self.x.dtype, **self.value(**vars(self)), "y": self.y}
+        return {**super().derived(), "x_dtype": self.x.dtype}
 
 
 def row_map(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 import primitives as pr
-from perf.calls import EPS, Call, Operands, Step, random, statistics
+from perf.calls import EPS, Call, Operands, Step, random, randoms
 from perf.ops.dropout import SEED
 from perf.ops.philox_truth import true_noise
 from perf.ops.record import Op
@@ -76,47 +75,28 @@ def _formula(
     return true_norm(s, tuple(range(-norm_ndim, 0)), weight, bias, EPS, centered=centered), s
 
 
-@dataclasses.dataclass(frozen=True)
 class AddLayerNorm(Operands):
-    """Operands of the norm of a sum; None for what is absent."""
+    """Operands of the norm of a sum."""
 
     MODULES: ClassVar = ("norms.add_layer_norm",)
     RESULTS: ClassVar = {"bwd": 4}
-
-    x: Tensor
-    residual: Tensor
-    y_bar: Tensor
-    s_bar: Tensor | None
-    x_dot: Tensor | None
-    residual_dot: Tensor | None
-    weight: Tensor | None
-    bias: Tensor | None
-    weight_dot: Tensor | None
-    bias_dot: Tensor | None
-    seed: Tensor | None = None
-    p: float = DROPOUT_P
-    norm_ndim: int = 1
-    batch_ndim: int = 0
-    centered: bool = True
-    rounded: bool = False
+    DEFAULTS: ClassVar = {"p": DROPOUT_P, "norm_ndim": 1, "batch_ndim": 0, "centered": True, "rounded": False}
 
     @classmethod
-    def draw(
-        cls, shape: Sequence[int], dtype: torch.dtype = torch.float32, wide: torch.dtype | None = None, **dims: Any
-    ) -> AddLayerNorm:
+    def draw(cls, shape: Sequence[int], dtype: torch.dtype = torch.float32, wide: Any = None, **dims: Any) -> Any:
         """Contiguous random operands, those of the stream in `wide` if it is given."""
-        batch_ndim = dims.get("batch_ndim", 0)
-        dtypes = [wide or dtype if number % 2 else dtype for number in range(6)]
-        full_size: Any = (random(*shape, dtype=dtype, seed=seed) for seed, dtype in enumerate(dtypes))
-        param_shape = (*shape[:batch_ndim], shape[-1])
-        params: Any = (random(*param_shape, dtype=dtype, seed=seed) for seed in range(6, 10))
-        seed = torch.arange(SEED, SEED + param_shape[0]) if batch_ndim else torch.tensor(SEED)
-        return cls(*full_size, *params, **{"seed": seed, **dims})
+        names = ("x", "residual", "y_bar", "s_bar", "x_dot", "residual_dot")
+        dtypes = dict(zip(names, [dtype, wide or dtype] * 3, strict=True))
+        full_size = {name: random(*shape, dtype=dtypes[name], seed=seed) for seed, name in enumerate(names)}
+        param_shape = (*shape[: dims.get("batch_ndim", 0)], shape[-1])
+        params = randoms("weight bias weight_dot bias_dot", param_shape, dtype, len(names))
+        seed = torch.arange(SEED, SEED + param_shape[0]) if dims.get("batch_ndim") else torch.tensor(SEED)
+        return cls(**full_size, **params, **{"seed": seed, **dims})
 
     def derived(self) -> dict[str, Any]:
         """A sum, and its statistics."""
         s = (self.residual + self.x).contiguous()
-        return {"s": s, "y_dtype": self.x.dtype, **statistics(s, (-1,), self.centered)}
+        return {**self.value("layer_norm", **{**vars(self), "x": s, "grouped": 0}), "s": s, "y_dtype": self.x.dtype}
 
 
 def _calls(workload: Workload, mode: str, *, centered: bool = True) -> list[Call]:

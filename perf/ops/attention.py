@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import primitives as pr
-from perf.calls import Call, Operands, Step, random
+from perf.calls import Call, Operands, Step, random, randoms
 from perf.ops.dropout import OFFSET, SEED
 from perf.ops.philox_truth import true_noise
 from perf.ops.record import Op
@@ -92,58 +92,35 @@ def _torch_attention(x: Tensor, k: Tensor, v: Tensor, bias: Any, **options: Any)
         return F.scaled_dot_product_attention(x, k, v, bias, is_causal=options.get("causal", False), scale=0.7)
 
 
-@dataclasses.dataclass(frozen=True)
 class Attention(Operands):
-    """Operands of attention; None for what is absent, and for tangents of the results, which second order then finds.
-
-    Of the tangents of results that are there, only the shape matters.
-    """
+    """Operands of attention; of tangents of the results the shape matters alone: None where second order finds them."""
 
     MODULES: ClassVar = ("attention.attention",)
     RESULTS: ClassVar = {"bwd": 4, "double_backward": 10}
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    o_bar: Tensor | None
-    o_bar_dot: Tensor | None
-    q_dot: Tensor | None
-    k_dot: Tensor | None
-    v_dot: Tensor | None
-    lse_bar: Tensor | None
-    lse_bar_dot: Tensor | None
-    bias: Tensor | None = None
-    bias_dot: Tensor | None = None
-    mask: Tensor | None = None
-    seed: Tensor | None = None
-    offset: Tensor | None = None
-    o_dot: Tensor | None = None
-    lse_dot: Tensor | None = None
-    scale: float = 0.3
-    causal: bool = False
-    dropout_p: float = 0.0
+    DEFAULTS: ClassVar = {
+        **dict.fromkeys(("bias", "bias_dot", "mask", "seed", "offset", "o_dot", "lse_dot")),
+        **{"causal": False, "dropout_p": 0.0},
+    }
 
     @classmethod
     def draw(
-        cls,
-        shape: Sequence[int],
-        keys: int,
-        dtype: torch.dtype = torch.float32,
-        key_heads: int | None = None,
-        value_width: int | None = None,
-        **options: Any,
-    ) -> Attention:
+        cls, shape: Sequence[int], keys: int, dtype: torch.dtype = torch.float32, key_heads: int | None = None,
+        value_width: int | None = None, **options: Any,
+    ) -> Any:  # fmt: skip
         """Random operands for queries [*batch, heads, rows, width], which lie as [*batch, rows, heads, width]."""
         *batch, heads, rows, width = shape
-        of_keys = (*batch, keys, key_heads or heads)
-        shapes = ((*batch, rows, heads, width), (*of_keys, width), (*of_keys, value_width or width))
-        made = (*batch, rows, heads, value_width or width)
-        matrices = (random(*each, dtype=dtype, seed=n) for n, each in enumerate((*shapes, made, made, *shapes)))
-        statistic = torch.promote_types(dtype, torch.float32)
-        bars = (random(*batch, heads, rows, dtype=statistic, seed=seed) for seed in (8, 9))
-        operands: Any = (*(x.transpose(-2, -3) for x in matrices), *bars)
+        of_keys, made = (*batch, keys, key_heads or heads), (*batch, rows, heads)
+        widths = {"v": value_width or width, "o": value_width or width, "q": width, "k": width}
+        names = ("q", "k", "v", "o_bar", "o_bar_dot", "q_dot", "k_dot", "v_dot")
+        matrices = {
+            name: random(*(of_keys if name[0] in "kv" else made), widths[name[0]], dtype=dtype, seed=seed).transpose(
+                -2, -3
+            )
+            for seed, name in enumerate(names)
+        }
+        bars = randoms("lse_bar lse_bar_dot", shape[:-1], torch.promote_types(dtype, torch.float32), len(names))
         # Scores of the size that they have in models: what rounding does to probabilities grows with it.
-        return cls(*operands, **{"scale": width**-0.5, **options})
+        return cls(**matrices, **bars, **{"scale": width**-0.5, **options})
 
     def call(self, mode: str, output_mask: Sequence[bool] | None = None) -> Call:
         """As for all; no kernel has a cotangent of a bias that is absent or broadcast."""
@@ -160,17 +137,10 @@ class Attention(Operands):
 
     def derived(self) -> dict[str, Any]:
         """The results of the forward, in the dtypes and the layout in which it gives them, and tangents where given."""
-        bias_dot = None if self.bias is None else self.bias_dot
-        primals, dots = (self.q, self.k, self.v, self.bias), (self.q_dot, self.k_dot, self.v_dot, bias_dot)
-        options = (self.mask, self.seed, self.offset, self.scale, self.causal, self.dropout_p)
-        with pr.use_backend("reference"):
-            o, lse = torch.ops.primitives.attention(*primals, *options)
-            o_dot, lse_dot = torch.ops.primitives.attention_jvp(*primals, o, lse, *dots, *options)
-        given = {
-            "o_dot": o_dot if self.o_dot is not None else None,
-            "lse_dot": lse_dot if self.lse_dot is not None else None,
-        }
-        return {"o": o, "lse": lse, "bias_dot": bias_dot, **given}
+        given = {**vars(self), "bias_dot": None if self.bias is None else self.bias_dot}
+        results = self.value("attention", **given)
+        dots = self.value("attention_jvp", **{**given, **results})
+        return {**results, "bias_dot": given["bias_dot"], **{n: x for n, x in dots.items() if given[n] is not None}}
 
 
 # Derivatives of o_bar, lse_bar, then of q, k, v and bias and of their tangents; a bias has none where it is broadcast.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 
 import primitives as pr
-from perf.calls import EPS, Call, Operands, Step, random, statistics
+from perf.calls import EPS, Call, Operands, Step, random, randoms
 from perf.ops._norm_steps import NORM_MODES, norm_calls
 from perf.ops.record import Op
 from perf.ops.samples import Sample, make_samples, true_norm
@@ -68,52 +67,28 @@ def _true_batch_norm_eval(x: Tensor, weight: Any, bias: Any, running_mean: Tenso
     return y if bias is None else y + _per_channel(bias, x)
 
 
-@dataclasses.dataclass(frozen=True)
 class BatchNorm(Operands):
-    """Operands of batch norm in training and evaluation; None for what is absent."""
+    """Operands of batch norm in training and evaluation."""
 
     MODULES: ClassVar = ("batch_norm.batch_norm",)
     RESULTS: ClassVar = {"double_backward": 6, "eval_bwd": 5}
-
-    x: Tensor
-    y_bar: Tensor
-    x_dot: Tensor | None
-    y_bar_dot: Tensor | None
-    weight: Tensor | None
-    bias: Tensor | None
-    running_mean: Tensor | None
-    running_var: Tensor | None
-    weight_dot: Tensor | None
-    bias_dot: Tensor | None
-    running_mean_dot: Tensor | None
-    running_var_dot: Tensor | None
-    batch_ndim: int = 0
-    y: Tensor | None = None
-    residual: Tensor | None = None
-    residual_dot: Tensor | None = None
-    relu: bool = False
+    FULL_SIZE: ClassVar = "x y_bar x_dot y_bar_dot"
+    DEFAULTS: ClassVar = {**dict.fromkeys(("y", "residual", "residual_dot")), "batch_ndim": 0, "relu": False}
 
     @classmethod
     def draw(
-        cls,
-        shape: Sequence[int],
-        dtype: torch.dtype = torch.float32,
-        param_dtype: torch.dtype | None = None,
-        batch_ndim: int = 0,
+        cls, shape: Sequence[int], dtype: torch.dtype = torch.float32, param_dtype: Any = None, batch_ndim: int = 0,
         arrange: Callable[[Tensor], Tensor] = torch.Tensor.contiguous,
-    ) -> BatchNorm:
+    ) -> Any:  # fmt: skip
         """Random operands, those of full size in some layout."""
         channels = (*shape[:batch_ndim], shape[batch_ndim + 1])
         param_dtype = param_dtype or torch.promote_types(dtype, torch.float32)
-        full_size = (arrange(random(*shape, dtype=dtype, seed=seed)) for seed in range(4))
-        params = [random(*channels, dtype=param_dtype, seed=seed) for seed in range(8)]
+        full_size = {name: arrange(x) for name, x in randoms(cls.FULL_SIZE, shape, dtype).items()}
+        names = "weight bias running_mean running_var weight_dot bias_dot running_mean_dot running_var_dot"
+        params = randoms(names, channels, param_dtype)
         # A variance.
-        params[3] = random(*channels, dtype=torch.float64, seed=3).abs().add(0.1).to(param_dtype)
-        return cls(*full_size, *params, batch_ndim=batch_ndim)
-
-    def derived(self) -> dict[str, Any]:
-        """Statistics of x."""
-        return statistics(self.x, (self.batch_ndim, *range(self.batch_ndim + 2, self.x.dim())))
+        params["running_var"] = random(*channels, dtype=torch.float64, seed=3).abs().add(0.1).to(param_dtype)
+        return cls(**full_size, **params, batch_ndim=batch_ndim)
 
 
 def _resnet() -> Iterator[Workload]:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 import primitives as pr
-from perf.calls import EPS, Call, Step, random
+from perf.calls import EPS, Call, Step
 from perf.ops.batch_norm import BATCH_NORM, BATCH_NORM_EVAL, MOMENTUM, BatchNorm
 from perf.ops.record import Op
 from perf.ops.samples import Sample
@@ -51,24 +51,12 @@ def _truth(norm: Op, *tensors: Any) -> tuple:
 
 
 class BatchNormRelu(BatchNorm):
-    """Operands of batch norm, and those of what follows it; None for what is absent."""
+    """Operands of batch norm, and those of what follows it."""
 
     RESULTS: ClassVar = {**BatchNorm.RESULTS, "train_bwd": 4, "eval_bwd": 6}
     NEVER_ABSENT: ClassVar = ("y",)
-
-    @classmethod
-    def draw(
-        cls,
-        shape: Sequence[int],
-        dtype: torch.dtype = torch.float32,
-        param_dtype: torch.dtype | None = None,
-        batch_ndim: int = 0,
-        arrange: Callable[[Tensor], Tensor] = torch.Tensor.contiguous,
-    ) -> BatchNormRelu:
-        """Random operands, those of full size in some layout."""
-        norm: Any = super().draw(shape, dtype, param_dtype, batch_ndim, arrange)
-        y, *added = (arrange(random(*shape, dtype=dtype, seed=seed)) for seed in (9, 10, 11))
-        return norm.change(y=y.relu(), residual=added[0], residual_dot=added[1], relu=True)
+    FULL_SIZE: ClassVar = f"{BatchNorm.FULL_SIZE} y residual residual_dot"
+    DEFAULTS: ClassVar = {"batch_ndim": 0, "relu": True}
 
 
 def _calls(workload: Workload, mode: str, *, training: bool) -> list[Call]:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import primitives as pr
-from perf.calls import Call, Operands, Step, random
+from perf.calls import Call, Operands, Step, randoms
 from perf.ops.record import Op
 from perf.ops.samples import Sample, make_options, make_samples
 from perf.ops.workload import FIRST_ORDER, Workload, unnamed
@@ -85,49 +85,26 @@ def _torch_cross_entropy(x: Tensor, dim: int, smoothing: float, z_loss: float = 
     return _torch_soft_cross_entropy(x, torch.where(labels < 0, -100, labels), dim, smoothing, z_loss)
 
 
-@dataclasses.dataclass(frozen=True)
 class CrossEntropy(Operands):
     """Operands of cross-entropy along `dim`; its derivatives take its result lse. A target of integers has labels."""
 
     MODULES: ClassVar = ("losses.cross_entropy",)
     RESULTS: ClassVar = {"bwd": 2, "bwd_jvp": 2}
 
-    x: Tensor
-    target: Tensor
-    lse: Tensor
-    x_dot: Tensor | None
-    target_dot: Tensor | None
-    loss_bar: Tensor | None
-    lse_bar: Tensor | None
-    loss_bar_dot: Tensor | None
-    lse_bar_dot: Tensor | None
-    dim: int
-    smoothing: float
-
     @classmethod
     def draw(
-        cls,
-        shape: Sequence[int],
-        dim: int,
-        dtype: torch.dtype = torch.float32,
-        arrange: Callable[[Tensor], Tensor] = torch.Tensor.contiguous,
-        *,
-        labels: bool = True,
-        smoothing: float = 0.0,
-    ) -> CrossEntropy:
+        cls, shape: Sequence[int], dim: int, dtype: torch.dtype = torch.float32,
+        arrange: Callable[[Tensor], Tensor] = torch.Tensor.contiguous, *, labels: bool = True, smoothing: float = 0.0,
+    ) -> Any:  # fmt: skip
         """Random operands in some layout."""
-        x, target, x_dot, target_dot = (random(*shape, dtype=torch.float64, seed=seed) for seed in range(4))
-        rows = torch.Size((*shape[:dim], *shape[dim + 1 :]))
-        acc = torch.promote_types(dtype, torch.float32)
-        a, b, c, d = (random(rows.numel(), dtype=acc, seed=seed).reshape(rows) for seed in range(4))
-        x, target, x_dot, target_dot = (arrange(t.to(dtype)) for t in (x, target.abs(), x_dot, target_dot))
-        lse = x.to(acc).logsumexp(dim)
-        of_target = (_labels(x, dim), None) if labels else (target, target_dot)
-        return cls(x, of_target[0], lse, x_dot, of_target[1], a, b, c, d, dim, smoothing)
-
-    def derived(self) -> dict[str, Any]:
-        """Nothing follows from others."""
-        return {}
+        drawn = randoms("x target x_dot target_dot", shape, torch.float64)
+        drawn["target"].abs_()
+        full_size: dict[str, Any] = {name: arrange(x.to(dtype)) for name, x in drawn.items()}
+        if labels:
+            full_size |= {"target": _labels(full_size["x"], dim), "target_dot": None}
+        names = "loss_bar lse_bar loss_bar_dot lse_bar_dot"
+        bars = randoms(names, (*shape[:dim], *shape[dim + 1 :]), torch.promote_types(dtype, torch.float32))
+        return cls(**full_size, **bars, dim=dim, smoothing=smoothing)
 
 
 def _calls(workload: Workload, mode: str) -> list[Call]:

@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from perf.calls import EPS, Call, Operands, random, statistics
+from perf.calls import EPS, Call, Operands, randoms
 from perf.ops._norm_steps import NORM_MODES, norm_calls
 from perf.ops.record import Op
 from perf.ops.samples import Sample, make_options, make_samples, true_norm
 from perf.ops.workload import FIRST_ORDER, Workload, unnamed
-
-# `grouped` of x whose channels are adjacent in memory.
-CHANNELS_LAST = 2
-
-
-def in_channels_last(x: Tensor) -> Tensor:
-    """`[..., groups, channels, positions]` with adjacent channels."""
-    return x.movedim(-1, -3).contiguous().movedim(-3, -1)
+from primitives.ops.rules import CHANNELS_LAST, with_layout
 
 
 def _layer_norm(functional: Any, x: Tensor, weight: Any = None, bias: Any = None, norm_ndim: int = 1) -> Tensor:
@@ -32,49 +24,31 @@ def _true_layer_norm(x: Tensor, weight: Any = None, bias: Any = None, norm_ndim:
     return true_norm(x, tuple(range(-norm_ndim, 0)), weight, bias, EPS)
 
 
-@dataclasses.dataclass(frozen=True)
 class LayerNorm(Operands):
-    """Operands of layer norm; None for an absent parameter and for a tangent that is zero."""
+    """Operands of layer norm."""
 
     MODULES: ClassVar = ("norms.layer_norm", "norms.layer_norm_second_order")
     RESULTS: ClassVar = {"double_backward": 6}
-
-    x: Tensor
-    y_bar: Tensor
-    x_dot: Tensor | None
-    y_bar_dot: Tensor | None
-    weight: Tensor | None
-    bias: Tensor | None
-    weight_dot: Tensor | None
-    bias_dot: Tensor | None
-    norm_ndim: int = 1
-    batch_ndim: int = 0
-    centered: bool = True
-    rounded: bool = False
-    grouped: int = 0
-    silu: bool = False
+    DEFAULTS: ClassVar = {
+        **{"norm_ndim": 1, "batch_ndim": 0, "centered": True},
+        **{"rounded": False, "grouped": 0, "silu": False},
+    }
 
     @classmethod
     def draw(
-        cls,
-        shape: Sequence[int],
-        dtype: torch.dtype = torch.float32,
-        param_dtype: torch.dtype | None = None,
-        **dims: Any,
-    ) -> LayerNorm:
+        cls, shape: Sequence[int], dtype: torch.dtype = torch.float32, param_dtype: Any = None, **dims: Any
+    ) -> Any:
         """Contiguous random operands."""
-        batch_ndim, norm_ndim = dims.get("batch_ndim", 0), dims.get("norm_ndim", 1)
-        of_row = shape[-3:-1] if dims.get("grouped") else shape[len(shape) - norm_ndim :]
+        batch_ndim, norm_ndim, grouped = (
+            {**cls.DEFAULTS, **dims}[key] for key in ("batch_ndim", "norm_ndim", "grouped")
+        )
+        of_row = shape[-3:-1] if grouped else shape[len(shape) - norm_ndim :]
+        full_size = randoms("x y_bar x_dot y_bar_dot", shape, dtype)
+        if grouped == CHANNELS_LAST:
+            full_size = {name: with_layout(x, grouped) for name, x in full_size.items()}
         param_shape = (*shape[:batch_ndim], *of_row)
-        full_size: Any = (random(*shape, dtype=dtype, seed=seed) for seed in range(4))
-        if dims.get("grouped") == CHANNELS_LAST:
-            full_size = (in_channels_last(x) for x in full_size)
-        params: Any = (random(*param_shape, dtype=param_dtype or dtype, seed=seed) for seed in range(4, 8))
-        return cls(*full_size, *params, **dims)
-
-    def derived(self) -> dict[str, Any]:
-        """Statistics of x."""
-        return statistics(self.x, tuple(range(-self.norm_ndim, 0)), self.centered)
+        params = randoms("weight bias weight_dot bias_dot", param_shape, param_dtype or dtype, len(full_size))
+        return cls(**full_size, **params, **dims)
 
 
 # Other dtypes of a shape show whether the plans hold for them; their second derivatives would only cost time.

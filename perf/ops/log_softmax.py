@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any, ClassVar
 
 import torch
@@ -23,13 +22,12 @@ def _true_log_softmax(x: Tensor, dim: int = -1, dtype: torch.dtype | None = None
     return x - x.exp().sum(dim, keepdim=True).log()
 
 
-@dataclasses.dataclass(frozen=True)
 class LogSoftmax(RowMapOperands):
     """Operands of log-softmax."""
 
     MODULES: ClassVar = ("softmax.log_softmax",)
 
-    output_dtype: torch.dtype | None = None
+    DEFAULTS: ClassVar = {"output_dtype": None}
 
 
 _GPU = (

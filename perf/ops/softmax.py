@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any, ClassVar
 
 import torch
@@ -36,15 +35,12 @@ def _true_softmax(
     return weights / weights.sum(dim, keepdim=True)
 
 
-@dataclasses.dataclass(frozen=True)
 class Softmax(RowMapOperands):
     """Operands of softmax."""
 
     MODULES: ClassVar = ("softmax.softmax",)
 
-    output_dtype: torch.dtype | None = None
-    mask: Tensor | None = None
-    scale: float = 1.0
+    DEFAULTS: ClassVar = {"output_dtype": None, "mask": None, "scale": 1.0}
 
     @classmethod
     def of(cls, workload: Workload) -> Any:

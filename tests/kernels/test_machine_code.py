@@ -12,7 +12,7 @@ import pytest
 import triton
 
 from perf.machine_code import rules
-from perf.machine_code.rules import all_broken, broken_rules
+from perf.machine_code.rules import Exempt, all_broken, broken_rules
 from perf.machine_code.table import Row, read_table, read_version
 from primitives.kernels.runtime.chips import CHIPS
 from tests.kernels.interpreting import run_compiled
@@ -49,17 +49,12 @@ def test_every_row_keeps_the_rules_and_every_exception_is_needed(monkeypatch) ->
             assert sum(row.case.startswith(op) for row in rows) > least
     broken = list(all_broken(tables))
     assert not broken, "\n".join(broken)
-    lists = {name: known for name, known in vars(rules).items() if name.startswith("KNOWN_")}
-    for name, known in lists.items():
-        # Without the whole list, these rows break rules.
-        monkeypatch.setattr(rules, name, type(known)())
-        names = {problem.partition(" ")[2].partition("):")[0] for problem in all_broken(tables)}
-        excused = {chip: [row for row in rows if f"{row.kernel} ({row.case}" in names] for chip, rows in tables.items()}
-        for entry in known:
-            less = {**known, entry: known[entry] - 1} if isinstance(known, dict) else set(known) - {entry}
-            monkeypatch.setattr(rules, name, less)
-            assert next(all_broken(excused), None), f"{name}: {entry} is needed no more, or not so much of it"
-        monkeypatch.setattr(rules, name, known)
+    for entry in rules.EXCEPTIONS:
+        less = [each._replace(most=each.most - (each is entry)) for each in rules.EXCEPTIONS]
+        covered = {c: [r for r in rows if entry._replace(chip=c).covers(c, r)] for c, rows in tables.items()}
+        with monkeypatch.context() as patch:
+            patch.setattr(rules, "EXCEPTIONS", less)
+            assert next(all_broken(covered), None), f"{entry} is needed no more, or not so much of it"
 
 
 @pytest.mark.parametrize("chip_name", CHIPS)
@@ -118,7 +113,7 @@ LONG, SHORT = ("layer_norm_fwd_kernel", "layer_norm 4096x16384 bfloat16"), "laye
     [("sm_90", *LONG, 8), ("sm_80", *LONG, 0), ("sm_90", "another", LONG[1], 0), ("sm_90", LONG[0], SHORT, 0)],
 )
 def test_spills_that_are_known_are_of_one_chip_kernel_and_case(chip_name, kernel, case, allowed, monkeypatch) -> None:
-    monkeypatch.setattr(rules, "KNOWN_SPILLS", {("sm_90", *LONG): 8})
+    monkeypatch.setattr(rules, "EXCEPTIONS", [Exempt("spills", "sm_90", rf"{' '.join(LONG)} \w+", 8, "")])
     for spills in (allowed, allowed + 4):
         row = dataclasses.replace(ROW, kernel=kernel, case=f"{case} all_results", spills=spills)
         assert bool(broken_rules(chip_name, row)) == (spills > allowed)
