@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
-import pathlib
 import sys
 
 from perf.machine_code.rules import broken_rules
@@ -17,13 +16,11 @@ from primitives.kernels.runtime.chips import CHIPS
 
 def _options(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m perf.machine_code", description=__doc__)
-    parser.add_argument("--all", action="store_true", help="recompile also what the table has already")
     parser.add_argument("--check", action="store_true", help="recompile everything, compare, and write nothing")
     parser.add_argument("--keys", action="store_true", help="compare keys alone, compile and write nothing")
     parser.add_argument("--op", choices=RECORDS, help="compile the cases of this operation, print them, write nothing")
     parser.add_argument("--chip", choices=CHIPS, action="append", help="only this chip (may be repeated)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes at a time")
-    parser.add_argument("--folder", type=pathlib.Path, default=TABLE, help="where the table lies")
     options = parser.parse_args(argv)
     if os.environ.get("TRITON_INTERPRET", "0") not in {"", "0"}:
         parser.error("TRITON_INTERPRET must not be set: the interpreter compiles nothing")
@@ -36,15 +33,15 @@ def main(argv: list[str] | None = None) -> int:
     import triton
 
     chips, jobs, writes = options.chip or list(CHIPS), options.jobs, not (options.check or options.keys or options.op)
-    version, of_table = triton.__version__, read_version(options.folder)
+    version, of_table = triton.__version__, read_version()
     if not (writes or options.op) and version != of_table:
         sys.stdout.write(f"The table is of Triton {of_table}, this is {version}: nothing to compare.\n")
         return 0
     walked = dict(zip(chips, in_processes(walk_chip, [(chip, options.op) for chip in chips], jobs), strict=True))
     problems = []
     for chip, needed in walked.items():
-        old = {row.key: row for row in read_table(chip, options.folder)}
-        recompiles = options.all or options.check or options.op or version != of_table
+        old = {row.key: row for row in read_table(chip)}
+        recompiles = options.check or options.op or version != of_table
         wanted = {} if options.keys else {k: v for k, v in needed.items() if recompiles or k not in old}
         parts = [{key: wanted[key] for key in list(wanted)[part::jobs]} for part in range(min(jobs, len(wanted)))]
         made = {
@@ -59,7 +56,7 @@ def main(argv: list[str] | None = None) -> int:
         rows += [row for row in made.values() if isinstance(row, Row)]
         problems += [problem for row in rows for problem in broken_rules(chip, row)]
         if writes:
-            write_table(chip, rows, options.folder)
+            write_table(chip, rows)
         elif options.op:
             sys.stdout.write("".join(f"{row.summary()}\n" for row in sorted(rows)))
         else:
@@ -67,7 +64,7 @@ def main(argv: list[str] | None = None) -> int:
             problems += [f"{chip}: differs from the table: {row}" for row in sorted({*rows} ^ {*old.values()})]
         sys.stdout.write(f"{chip}: {len(needed)} kernels, {len(made)} compiled\n")
     if writes:
-        (options.folder / VERSION_FILE).write_text(f"{version}\n")
+        (TABLE / VERSION_FILE).write_text(f"{version}\n")
     sys.stderr.write("".join(f"{problem}\n" for problem in problems))
     return 1 if problems else 0
 

@@ -67,9 +67,9 @@ def _checksum(row: Row) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
-def read_table(chip_name: str, folder: pathlib.Path = TABLE) -> list[Row]:
+def read_table(chip_name: str) -> list[Row]:
     """Rows of one chip that are as `write_table` has written them; none of a table with other columns, or without."""
-    path = folder / f"{chip_name}.csv"
+    path = TABLE / f"{chip_name}.csv"
     if not path.exists():
         return []
     with path.open(newline="") as file:
@@ -80,16 +80,15 @@ def read_table(chip_name: str, folder: pathlib.Path = TABLE) -> list[Row]:
     return [row for row, line in lines if line["checksum"] == _checksum(row)]
 
 
-def write_table(chip_name: str, rows: Iterable[Row], folder: pathlib.Path = TABLE) -> None:
+def write_table(chip_name: str, rows: Iterable[Row]) -> None:
     """Write the rows of one chip, sorted."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / f"{chip_name}.csv").open("w", newline="") as file:
+    with (TABLE / f"{chip_name}.csv").open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow([*FIELDS, "checksum"])
         writer.writerows([*dataclasses.astuple(row), _checksum(row)] for row in sorted(rows))
 
 
-def read_version(folder: pathlib.Path = TABLE) -> str:
+def read_version() -> str:
     """Release of Triton that the table is of; empty without a table."""
-    path = folder / VERSION_FILE
+    path = TABLE / VERSION_FILE
     return path.read_text().strip() if path.exists() else ""
