@@ -71,6 +71,9 @@ CASES = {
     "batch_norm": Case(lambda: BatchNorm.draw((4, 3, 16, 32), BF16), {}, CHANNELS, 2),
     "batch_norm of odd planes": Case(lambda: BatchNorm.draw((3, 3, 17, 19), BF16), {}, f"{CHANNELS}; {ODD}", 2, 2),
     "batch_norm of tiny planes": Case(lambda: BatchNorm.draw((3, 5, 4)), {}, f"{CHANNELS}; {ODD}", 2, 4),
+    "batch_norm of small tiles": Case(
+        lambda: BatchNorm.draw((2, 2, 8, 16)).calls("train_fwd"), {"channel_tile_bytes": 256}, CHANNELS, 2, 4
+    ),
     "batch_norm of features": Case(lambda: BatchNorm.draw((261, 9)), {}, f"{CHANNELS}; {ODD}", 2, 4),
     "batch_norm of channels last": Case(
         lambda: BatchNorm.draw((4, 16, 9, 11), BF16, arrange=channels_last), {}, CHANNELS, 2

@@ -120,8 +120,10 @@ def _plan_channels(
     rows = block_samples * block_spatial
     # Smaller tiles keep the elements per thread of a full one.
     num_warps = max(rows * block_channels * max_warps // tile, 1)
-    run = min(ACCESS_BYTES // itemsize, align, rows) if spatial_inner else 1
-    access = num_warps * chip.warp_size * min(ACCESS_BYTES // itemsize, align)
+    threads, run = num_warps * chip.warp_size, min(ACCESS_BYTES // itemsize, align)
+    access = threads * run
+    # A small tile has no whole access for each thread, and threads that had one together would move sums.
+    run = min(run, max(rows // threads, 1)) if spatial_inner else 1
     return ChannelPlan(
         block_samples,
         block_spatial,
