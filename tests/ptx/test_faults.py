@@ -143,6 +143,23 @@ def test_partial_results_that_nobody_wrote_are_reported():
     assert "parts_ptr" in fault.detail
 
 
+def test_memory_that_comes_again_is_no_longer_unwritten():
+    """`torch.tensor` writes what no dispatch shows, where an empty tensor has just been."""
+    places = []
+
+    def summed():
+        total = torch.empty(1)
+        for _ in range(20):
+            places.append(torch.empty(512).data_ptr())
+            parts = torch.tensor([1.0] * 512)
+            places.append(parts.data_ptr())
+            sum_kernel[(1,)](parts, total, 512, BLOCK=512)
+        return total
+
+    assert pr.testing.check_kernel(summed, ()).results.item() == 512
+    assert set(places[::2]).intersection(places[1::2])
+
+
 def test_atomic_operations_of_programs_are_none_of_their_order():
     x = torch.randint(0, 7, (300,), dtype=torch.int32)
 

@@ -7,10 +7,11 @@ import re
 import unittest.mock
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import triton
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from triton import knobs
@@ -82,7 +83,7 @@ class Launched(NamedTuple):
 
 
 class Emulation(TorchDispatchMode):
-    """Launches in a context, what is wrong about them, and which bytes of storages nobody has written, by address."""
+    """Launches in a context, what is wrong about them, and which bytes of storages nobody has written."""
 
     def __init__(
         self, is_approximate: bool = False, edit: Callable[[str, str], str] | None = None,
@@ -91,21 +92,22 @@ class Emulation(TorchDispatchMode):
         super().__init__()
         self.faults: list[Fault] = []
         self.launches: list[Launched] = []
-        self._unwritten: dict[int, Array] = {}
+        # Forgotten with their storage, whose address may come again.
+        self._unwritten: WeakKeyDictionary[UntypedStorage, Array] = WeakKeyDictionary()
         self._is_approximate, self._edit, self._alter = is_approximate, edit, alter
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         result = func(*args, **(kwargs or {}))
         is_empty = func.overloadpacket.__name__.startswith(("empty", "new_empty"))
-        given = {_pointer(each) for each in tree_leaves((args, kwargs))}
+        given = {_storage(each) for each in tree_leaves((args, kwargs))}
         for each in tree_leaves(result):
-            if not (pointer := _pointer(each)):
+            if (storage := _storage(each)) is None:
                 continue
             if is_empty:
-                self._unwritten[pointer] = np.ones(each.untyped_storage().nbytes(), np.uint8)
-            elif pointer not in given or func._schema.is_mutable:
-                # Memory of a tensor that is gone, or that torch has written.
-                self._unwritten.pop(pointer, None)
+                self._unwritten[storage] = np.ones(storage.nbytes(), np.uint8)
+            elif storage not in given or func._schema.is_mutable:
+                # Torch has written it.
+                self._unwritten.pop(storage, None)
         return result
 
     def run(self, function: JITFunction, grid: Any, args: tuple, options: dict[str, Any]) -> None:
@@ -139,12 +141,13 @@ class Emulation(TorchDispatchMode):
         self.faults += faults.values()
 
 
-def _pointer(value: Any) -> int:
-    """Where the memory of a tensor begins; 0 for what has none, as tensors that are fake or made of others."""
+def _storage(value: Any) -> UntypedStorage | None:
+    """The memory of a tensor; None for what has none, as tensors that are fake or made of others."""
     try:
-        return value.untyped_storage().data_ptr() if isinstance(value, Tensor) else 0
+        storage = value.untyped_storage() if isinstance(value, Tensor) else None
+        return storage if storage is not None and storage.data_ptr() else None
     except RuntimeError:
-        return 0
+        return None
 
 
 def _parameter(kind: str, value: Any, memory: Global) -> Array:

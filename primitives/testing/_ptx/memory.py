@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 from primitives.testing._ptx.arithmetic import UNSIGNED
 from primitives.testing._ptx.code import Instruction
@@ -180,26 +180,27 @@ class Traffic(NamedTuple):
 
 
 class Global(Memory):
-    """The storages of tensors, between gaps; of those by address, `unwritten` says which bytes nobody has written."""
+    """The storages of tensors, between gaps; of some, `unwritten` says which bytes nobody has written."""
 
     lost = "block race"
 
-    def __init__(self, tensors: Iterable[tuple[str, Tensor]], unwritten: Mapping[int, Array], faults: Faults) -> None:
+    def __init__(self, tensors: Iterable[tuple[str, Tensor]], unwritten: Mapping[UntypedStorage, Array], faults: Faults) -> None:
         super().__init__(faults)
-        found: dict[int, tuple[list[str], Array]] = {}
+        found: dict[int, tuple[UntypedStorage, list[str], Array]] = {}
         for name, each in tensors:
             storage, size = each.untyped_storage(), each.element_size()
             if storage.nbytes():
-                names, valid = found.setdefault(storage.data_ptr(), ([], np.zeros(storage.nbytes(), np.uint8)))
+                nobodys = np.zeros(storage.nbytes(), np.uint8)
+                _, names, valid = found.setdefault(storage.data_ptr(), (storage, [], nobodys))
                 names.append(name)
                 strides = (*(stride * size for stride in each.stride()), 1)
                 start = valid[each.storage_offset() * size :]
                 np.lib.stride_tricks.as_strided(start, (*each.shape, size), strides)[...] = 1
         self._spans: dict[int, _Span] = {}
         self._size = GAP
-        for pointer, (names, valid) in found.items():
+        for pointer, (storage, names, valid) in found.items():
             data = np.ctypeslib.as_array((ctypes.c_uint8 * len(valid)).from_address(pointer))
-            at, undefined = self._size + pointer % GAP, unwritten.get(pointer, np.zeros_like(valid))
+            at, undefined = self._size + pointer % GAP, unwritten.get(storage, np.zeros_like(valid))
             self._spans[pointer] = _Span(at, ", ".join(names), data, valid, undefined)
             self._size = -(-(at + len(data) + GAP) // GAP) * GAP
         self.data, self.valid, self.undefined = (np.zeros(self._size, np.uint8) for _ in range(3))
