@@ -48,7 +48,36 @@ def _parser() -> argparse.ArgumentParser:
     add("--only", nargs="+", default=[], metavar="WORDS", help="steps whose name contains one of these")
     add("--write", action="store_true", help="write the page of the docs")
     command(_eager)
+    add = command(_emulate)
+    add("op", help="name of an operation")
+    add("--chip", default="sm_80", help="sm_80 or sm_90")
+    add("--mode", action="append", help="only this mode (may be repeated)")
     return parser
+
+
+def _emulate(options: argparse.Namespace) -> int:
+    """Execute the compiled calls of an operation on the CPU, in a small size: values, counts of each launch, faults."""
+    from perf import ops
+    from primitives.kernels.runtime.chips import CHIPS, use_chip
+    from primitives.testing import check_kernel
+    from tests.kernels.truth import check_values
+
+    records = {case.name: case for case in ops.CASES}
+    if options.op not in records or not records[options.op].small_workloads:
+        raise ValueError(f"emulate: the operation must be one of {', '.join(records)}, got {options.op}.")
+    workload, is_wrong = records[options.op].small_workloads[0], False
+    for mode in options.mode or workload.modes:
+        for call in workload.record.calls(workload, mode):
+            with use_chip(CHIPS[options.chip]):
+                report = check_kernel(call.launcher, call.args, chip=options.chip, raise_on_failure=False)
+            values = "within their bounds of the truth in float64"
+            try:
+                check_values(call, report.results if isinstance(report.results, (tuple, list)) else [report.results])
+            except AssertionError as error:
+                values, is_wrong = f"wrong: {error}", True
+            print(f"{mode}, {call.launcher.__name__}. {report}\nValues:\n  {values}", flush=True)
+            is_wrong |= not report.ok
+    return int(is_wrong)
 
 
 def _eager(_options: argparse.Namespace) -> int:
