@@ -39,10 +39,10 @@ from perf.ops import CASES
 from primitives._core import inductor, registered_primitives
 from primitives.kernels.runtime.chips import CHIPS, use_chip
 from primitives.kernels.runtime.kernel import Kernel, intercept
-from tests.kernels.stand_ins import Driver
+from primitives.testing._ptx.launching import StandInDriver
 
 config: Any = triton.runtime.driver
-config.set_active(Driver("sm_90"))
+config.set_active(StandInDriver("sm_90"))  # pyright: ignore[reportArgumentType] - it quacks
 # The patterns that Inductor looks for in joint graphs take seconds to make, and cannot be made for CUDA without it.
 joint_graph.lazy_init = lambda *args, **kwargs: None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -10,8 +11,12 @@ import torch
 from torch import Tensor
 
 from perf.calls import Call, random
+from perf.ops._row_maps import RowMapOperands
+from perf.ops.add_layer_norm import AddLayerNorm
+from perf.ops.attention import Attention
 from perf.ops.batch_norm import BatchNorm
 from perf.ops.batch_norm_relu import BatchNormRelu
+from perf.ops.cross_entropy import CrossEntropy
 from perf.ops.layer_norm import LayerNorm
 from primitives.kernels.dropout import dropout, philox
 from primitives.kernels.runtime.kernel import INTERPRETED, intercept
@@ -102,6 +107,35 @@ def dropout_calls(dtype: torch.dtype = torch.float32) -> list[Call]:
         Call(dropout.dropout_fwd, (row.expand(75, 40), one, None, 0.3, 0)),
         Call(dropout.dropout_fwd, (column.expand(75, 40), one, None, 0.3, 0)),
         Call(philox.philox_words, (seeds, offsets, (2101,))),
+    ]
+
+
+def some_calls() -> list[Call]:
+    """Every launcher, in every mode that its operands have."""
+    rows, added = LayerNorm.draw((9, 40)), AddLayerNorm.draw((9, 40))
+    groups = (2, 2, 2, 20)
+    operands = (
+        *(
+            rows,
+            LayerNorm.draw(groups, norm_ndim=2, grouped=1),
+            LayerNorm.draw(groups, norm_ndim=2, grouped=1, silu=True),
+            added,
+        ),
+        *(kind.draw((2, 40), 1) for kind in (*RowMapOperands.__subclasses__(), CrossEntropy)),
+        *(BatchNorm.draw((2, 3, 5, 5)), BatchNormRelu.draw((2, 3, 5, 5)), Attention.draw((1, 1, 3, 4), 3)),
+    )
+    # Every kernel of a forward: centered or not, with SiLU or a rounded x_hat.
+    kinds = itertools.product((LayerNorm, AddLayerNorm), (torch.float16, torch.bfloat16), (False, True))
+    forwards = [kind.draw((9, 40), dtype).change(rounded=True, centered=centered) for kind, dtype, centered in kinds]
+    forwards.append(LayerNorm.draw(groups, norm_ndim=2, grouped=1, silu=True, centered=False))
+    of_rms = [call for each in (rows, added) for call in each.change(centered=False).calls()]
+    some_wanted = rows.call("bwd", (False, True, False)), added.call("bwd", (True, True, False, False))
+    return [
+        *(call for each in operands for call in each.calls()),
+        *some_wanted,
+        *dropout_calls(),
+        *of_rms,
+        *(each.call("fwd") for each in forwards),
     ]
 
 
