@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import copy
 import gc
-import json
 import os
 import pathlib
 import pickle
-import signal
 import subprocess
 import sys
 import threading
@@ -200,33 +198,6 @@ def test_steps_leave_nothing_behind(model, compiler, steps):
     assert now[0] - objects < steps // 2
     assert now[1] <= tensors
     assert now[2] <= 1.02 * pages
-
-
-# Keeps a file of tuned plans, and is interrupted and then killed as it writes the next.
-WRITER = """
-import contextlib, json, os, pathlib, signal, sys
-from primitives.kernels.runtime.tuning_store import Store
-signal.signal(signal.SIGINT, signal.default_int_handler)  # Ignored in what a shell runs in the background.
-signals = [signal.SIGKILL, signal.SIGINT]
-def dump(content, file, **_):
-    file.write('{"format": 1, "choices"')
-    file.flush()
-    os.kill(os.getpid(), signals.pop())
-store = Store(pathlib.Path(sys.argv[1]))
-store.save()
-json.dump = dump
-with contextlib.suppress(KeyboardInterrupt):
-    store.save()
-store.save()
-"""
-
-
-def test_a_process_that_ends_while_it_writes_tuned_plans_leaves_those_of_before(tmp_path):
-    path = tmp_path / "plans.json"
-    assert subprocess.run([sys.executable, "-c", WRITER, str(path)], timeout=60).returncode == -signal.SIGKILL
-    assert json.loads(path.read_text()) == {"format": 1, "choices": {}}
-    # The one that was interrupted took its part of a file away.
-    assert len(list(tmp_path.iterdir())) == 2
 
 
 @pytest.mark.parametrize("place", ["value", "compiled"])

@@ -199,6 +199,21 @@ def test_files_are_merged_and_the_first_choice_stays(toy, path):
     assert [file.name for file in path.parent.iterdir()] == [path.name]
 
 
+def test_a_process_that_is_interrupted_while_it_writes_leaves_the_file_of_before(toy, path, monkeypatch):
+    def dump(content, file, **options):
+        file.write(json.dumps(content)[:20])
+        raise KeyboardInterrupt
+
+    toy.tune(path)
+    toy.launcher(X)
+    before = path.read_text()
+    monkeypatch.setattr(json, "dump", dump)
+    with pytest.raises(KeyboardInterrupt):
+        toy.launcher(X[:3])
+    assert path.read_text() == before
+    assert [file.name for file in path.parent.iterdir()] == [path.name]
+
+
 BAD_CHOICE = b'{"format": 1, "choices": {"chip": {"plan_toy(6)": {"default": 3}}}}'
 
 

@@ -69,6 +69,14 @@ def test_results_have_the_layout_of_torchs_and_may_be_written(norm):
         assert_close(*[torch.autograd.grad(y.pow(2).sum(), primals) for y in results])
 
 
+def test_rms_norm_is_contiguous_where_torchs_keeps_channels_last():
+    x = data(2, 3, 4, 5).contiguous(memory_format=torch.channels_last).requires_grad_()
+    y, theirs = (f(x, (5,)) for f in (pr.functional.rms_norm, F.rms_norm))
+    assert_close(y, theirs)
+    assert y.is_contiguous()
+    assert torch.autograd.grad(y.sin().sum(), x)[0].is_contiguous()
+
+
 def test_samples_that_are_none_move_no_statistics():
     untouched = B.clone(), W.exp()
     pr.functional.instance_norm(X[:0], *untouched)
