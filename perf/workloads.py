@@ -6,9 +6,12 @@ The table of machine code has their kernels. A shape is added to the record of i
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
+
+from perf.calls import Call
 from perf.ops import CASES
 from perf.ops.cross_entropy import LINEAR_CROSS_ENTROPY
 from perf.ops.workload import MODES, Workload
@@ -61,3 +64,22 @@ def units(device: str, *, quick: bool = False, every_mode: bool = False) -> list
         return tuple(mode for mode in wanted if mode in (*workload.modes, "forward_backward"))
 
     return [(workload, mode) for workload in workloads if workload.quick or not quick for mode in modes(workload)]
+
+
+def cases() -> Iterator[tuple[str, Workload, list[Call]]]:
+    """Name, workload and calls of every case of the table of machine code, the bench's first, without memory."""
+    for workload in (*GPU_WORKLOADS, *(other for case in CASES for other in case.other_workloads)):
+        for mode in workload.modes:
+            yield f"{workload.case} {mode}", workload, calls_of(workload, mode)
+
+
+def launch_mode(workload: Workload, mode: str) -> None:
+    """Make the calls of one mode of an op."""
+    for call in calls_of(workload, mode):
+        call.results()
+
+
+def calls_of(workload: Workload, mode: str) -> list[Call]:
+    """The calls of one mode of an op, as the rules of the op make them, on tensors without memory."""
+    with torch.device("meta"):
+        return workload.record.calls(workload, mode)

@@ -34,8 +34,8 @@ from triton.compiler.compiler import make_backend
 from triton.runtime.jit import mangle_type
 
 import primitives as pr
-from perf.machine_code.cases import launch_mode
 from perf.ops import CASES
+from perf.workloads import launch_mode
 from primitives._core import inductor, registered_primitives
 from primitives.kernels.runtime.chips import CHIPS, use_chip
 from primitives.kernels.runtime.kernel import Kernel, intercept

@@ -1,24 +1,68 @@
-"""Bring the committed table of machine code up to date, or check it: `python -m perf.machine_code --help`."""
+"""Bring the committed table of machine code up to date, or check it: `python -m perf.machine_code --help`.
+
+Kernels are compiled in processes of their own: as many as there are cores, each with its own cache.
+"""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import multiprocessing
 import os
 import sys
+import tempfile
+import warnings
+from collections import ChainMap
+from collections.abc import Sequence
+from typing import Any
 
 from perf.machine_code.rules import broken_rules
 from perf.machine_code.table import TABLE, VERSION_FILE, Row, read_table, read_version, write_table
-from perf.machine_code.workers import compile_keys, in_processes, walk_chip
-from perf.ops.workload import RECORDS
+from perf.ops import CASES
 from primitives.kernels.runtime.chips import CHIPS
+
+# For each key the kernel's name and the first case with it.
+Keys = dict[str, tuple[str, str]]
+
+
+def walk(chip: str, op: str | None, wanted: Keys | None = None) -> dict[str, Any]:
+    """The `Keys` that the cases need on a chip, of one op if it is named; of those wanted the rows, or complaints."""
+    # A kernel from an earlier compiler or an earlier edit must not stand in for this one.
+    with tempfile.TemporaryDirectory() as cache, warnings.catch_warnings():
+        # Torch and Triton warn of the missing GPU, and of defaults to come: once per process, over the progress.
+        warnings.simplefilter("ignore")
+        # Line tables take a tenth of the time and change no instruction.
+        os.environ.update(TRITON_CACHE_DIR=cache, TRITON_DISABLE_LINE_INFO="1")
+        from perf.machine_code.compiling import described_calls, try_compile
+
+        found: dict[str, Any] = {}
+        cases = None if wanted is None else {case for _, case in wanted.values()}
+        for case, launches in described_calls(chip, cases, op):
+            for launch in launches:
+                if launch.key not in found and (wanted is None or launch.key in wanted):
+                    is_named = wanted is None
+                    found[launch.key] = (launch.kernel.__name__, case) if is_named else try_compile(chip, launch, case)
+        return found
+
+
+def _in_processes(tasks: Sequence[tuple], jobs: int) -> list[dict[str, Any]]:
+    """`walk` of each task; a single job needs no process of its own."""
+    if jobs == 1 or not tasks:
+        return [walk(*task) for task in tasks]
+    # Spawned, because threads of torch do not survive a fork.
+    with multiprocessing.get_context("spawn").Pool(min(jobs, len(tasks)), maxtasksperchild=1) as pool:
+        return pool.starmap(walk, tasks, chunksize=1)
 
 
 def _options(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m perf.machine_code", description=__doc__)
     parser.add_argument("--check", action="store_true", help="recompile everything, compare, and write nothing")
     parser.add_argument("--keys", action="store_true", help="compare keys alone, compile and write nothing")
-    parser.add_argument("--op", choices=RECORDS, help="compile the cases of this operation, print them, write nothing")
+    parser.add_argument(
+        "--op",
+        choices=[case.name for case in CASES],
+        help="compile the cases of this operation, print them, write nothing",
+    )
     parser.add_argument("--chip", choices=CHIPS, action="append", help="only this chip (may be repeated)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes at a time")
     options = parser.parse_args(argv)
@@ -37,18 +81,14 @@ def main(argv: list[str] | None = None) -> int:
     if not (writes or options.op) and version != of_table:
         sys.stdout.write(f"The table is of Triton {of_table}, this is {version}: nothing to compare.\n")
         return 0
-    walked = dict(zip(chips, in_processes(walk_chip, [(chip, options.op) for chip in chips], jobs), strict=True))
+    walked = dict(zip(chips, _in_processes([(chip, options.op) for chip in chips], jobs), strict=True))
     problems = []
     for chip, needed in walked.items():
         old = {row.key: row for row in read_table(chip)}
         recompiles = options.check or options.op or version != of_table
         wanted = {} if options.keys else {k: v for k, v in needed.items() if recompiles or k not in old}
         parts = [{key: wanted[key] for key in list(wanted)[part::jobs]} for part in range(min(jobs, len(wanted)))]
-        made = {
-            k: row
-            for rows in in_processes(compile_keys, [(chip, part) for part in parts], jobs)
-            for k, row in rows.items()
-        }
+        made = dict(ChainMap(*_in_processes([(chip, options.op, part) for part in parts], jobs)))
         problems += [row for row in made.values() if isinstance(row, str)]
         # The case of a row that needs no compiling is the first one of today.
         kept = [(old[key], case) for key, (_, case) in needed.items() if key in old and key not in wanted]

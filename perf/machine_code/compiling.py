@@ -17,10 +17,10 @@ import torch
 import triton
 
 from perf.machine_code.assembly import accesses, loads_ahead, unseen_pointers, usage
-from perf.machine_code.cases import cases
 from perf.machine_code.sources import source_text
 from perf.machine_code.table import Row
 from perf.ops.workload import Workload
+from perf.workloads import cases
 from primitives.kernels.batch_norm._plan import channel_programs
 from primitives.kernels.runtime.chips import CHIPS, use_chip
 from primitives.kernels.runtime.kernel import intercept

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from primitives.testing import _compare
+
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 LAYOUTS = ("contiguous", "transposed", "sliced", "expanded", "channels_last")
@@ -80,19 +82,9 @@ def true_norm(x: Tensor, axes: tuple[int, ...], weight: Any, bias: Any, eps: flo
 
 def arranged(values: Tensor, layout: str) -> Tensor:
     """`values` in a layout of `LAYOUTS`; `"expanded"` repeats the first entry of the first axis with stride 0."""
-    axes = list(range(values.dim()))
-    if layout == "transposed":
-        return values.permute(axes[::-1]).contiguous().permute(axes[::-1])
-    if layout == "sliced" and axes:
-        # The memory between the elements must not be read.
-        wide = values.new_full((*values.shape[:-1], 2 * values.shape[-1]), float("nan"))
-        wide[..., ::2] = values
-        return wide[..., ::2]
-    if layout == "expanded" and axes and values.shape[0] > 0:
-        return values[:1].clone().expand(values.shape)
-    if layout == "channels_last" and len(axes) > 1:
+    if layout == "channels_last" and values.dim() > 1:
         return values.movedim(1, -1).contiguous().movedim(-1, 1)
-    return values.clone(memory_format=torch.contiguous_format)
+    return _compare.arranged(values, layout)
 
 
 def pairwise(**axes: Sequence[Any]) -> list[dict[str, Any]]:

@@ -168,22 +168,13 @@ class BatchNorm3d(_BatchNorm, torch.nn.BatchNorm3d):
     """
 
 
-class LazyBatchNorm1d(_BatchNorm, torch.nn.LazyBatchNorm1d):
-    """The form that `convert` gives `torch.nn.LazyBatchNorm1d`; its first call turns it into `BatchNorm1d`."""
-
-    cls_to_become = BatchNorm1d  # type: ignore[assignment] - torch declares its own class as the type
-
-
-class LazyBatchNorm2d(_BatchNorm, torch.nn.LazyBatchNorm2d):
-    """The form that `convert` gives `torch.nn.LazyBatchNorm2d`; its first call turns it into `BatchNorm2d`."""
-
-    cls_to_become = BatchNorm2d  # type: ignore[assignment] - as above
+def _lazy(cls: type[torch.nn.Module]) -> type[torch.nn.Module]:
+    """The form that `convert` gives the lazy class of torch; its first call turns it into `cls`."""
+    base = getattr(torch.nn, f"Lazy{cls.__name__}")
+    return type(base.__name__, (cls.__bases__[0], base), {"cls_to_become": cls, "__module__": __name__})
 
 
-class LazyBatchNorm3d(_BatchNorm, torch.nn.LazyBatchNorm3d):
-    """The form that `convert` gives `torch.nn.LazyBatchNorm3d`; its first call turns it into `BatchNorm3d`."""
-
-    cls_to_become = BatchNorm3d  # type: ignore[assignment] - as above
+LazyBatchNorm1d, LazyBatchNorm2d, LazyBatchNorm3d = map(_lazy, (BatchNorm1d, BatchNorm2d, BatchNorm3d))
 
 
 class _InstanceNorm(OfThisPackage, torch.nn.modules.instancenorm._InstanceNorm):
@@ -238,22 +229,9 @@ class InstanceNorm3d(_InstanceNorm, torch.nn.InstanceNorm3d):
     """
 
 
-class LazyInstanceNorm1d(_InstanceNorm, torch.nn.LazyInstanceNorm1d):
-    """The form that `convert` gives `torch.nn.LazyInstanceNorm1d`; its first call turns it into `InstanceNorm1d`."""
-
-    cls_to_become = InstanceNorm1d  # type: ignore[assignment] - as above
-
-
-class LazyInstanceNorm2d(_InstanceNorm, torch.nn.LazyInstanceNorm2d):
-    """The form that `convert` gives `torch.nn.LazyInstanceNorm2d`; its first call turns it into `InstanceNorm2d`."""
-
-    cls_to_become = InstanceNorm2d  # type: ignore[assignment] - as above
-
-
-class LazyInstanceNorm3d(_InstanceNorm, torch.nn.LazyInstanceNorm3d):
-    """The form that `convert` gives `torch.nn.LazyInstanceNorm3d`; its first call turns it into `InstanceNorm3d`."""
-
-    cls_to_become = InstanceNorm3d  # type: ignore[assignment] - as above
+LazyInstanceNorm1d, LazyInstanceNorm2d, LazyInstanceNorm3d = map(
+    _lazy, (InstanceNorm1d, InstanceNorm2d, InstanceNorm3d)
+)
 
 
 class Dropout(OfThisPackage, torch.nn.Dropout):

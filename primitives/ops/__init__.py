@@ -1,6 +1,6 @@
 """One family of operations a folder, one operation a file: formulas, schema, reference, kernels, rules, and checks.
 
-The rules of second order lie in a file of their own beside it, and importing the package registers all of them.
+Importing the package registers all of them.
 """
 
 from primitives.ops import attention as attention

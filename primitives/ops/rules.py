@@ -229,8 +229,9 @@ def called(op: Callable[..., Any], residuals: Any, output_mask: Sequence[bool] |
 
 
 def second_order(
-    bwd: Primitive, jvp: Primitive, bwd_jvp: Callable[..., Any] | None, double_backward: Primitive | None = None
-) -> None:
+    bwd: Primitive, jvp: Primitive, bwd_jvp: Callable[..., Any] | None,
+    double_backward: Callable[..., Any] | None = None, every: Sequence[str] = (),
+) -> None:  # fmt: skip
     """Give the first-order operators of a function their rules.
 
     Both are partial derivatives of one scalar, the pairing L of cotangents with tangents of the results:
@@ -245,14 +246,16 @@ def second_order(
         jvp: The jvp.
         bwd_jvp: The tangents of the results of `bwd`: a primitive, or a function as `called` takes it.
             None where you give `bwd` its jvp rule.
-        double_backward: All derivatives of L, where one operator makes them; without it the three others do.
+        double_backward: All derivatives of L, where a primitive or a function makes them at once; without it the three
+            others do.
+        every: What a function differentiates L in; of a primitive its results say it.
     """
     bars = [name for name in bwd.spec.arguments if name.endswith("_bar")]
     primals = [bar.removesuffix("_bar") for bar in bwd.spec.outputs]
     dots = [f"{name}_dot" for name in primals]
-    every_bar = () if double_backward is None else double_backward.spec.outputs
-    # A map that keeps its result y is differentiated in y as if it were an argument.
-    every = ["y" if bar == "output_bar" else bar.removesuffix("_bar") for bar in every_bar]
+    if isinstance(double_backward, Primitive):
+        # A map that keeps its result y is differentiated in y as if it were an argument.
+        every = ["y" if bar == "output_bar" else bar.removesuffix("_bar") for bar in double_backward.spec.outputs]
 
     def gradient(residuals: Any, output_mask: Any, given: dict[str, Any]) -> dict[str, Tensor]:
         def asked(op: Callable[..., Any], names: Sequence[str], *, takes_mask: bool = True) -> dict[str, Tensor]:

@@ -17,13 +17,13 @@ import triton
 import triton.language as tl
 
 from perf.machine_code.assembly import loads_ahead
-from perf.machine_code.cases import launch_mode
 from perf.machine_code.compiling import Launch, try_compile, watch_launches
 from perf.machine_code.rules import broken_rules
 from perf.ops import CASES
 from perf.ops.batch_norm import BatchNorm
 from perf.ops.layer_norm import LAYER_NORM, LayerNorm
 from perf.ops.workload import Workload, unnamed
+from perf.workloads import launch_mode
 from primitives.testing._ptx.launching import StandInDriver
 
 

@@ -21,9 +21,9 @@ import pytest
 import torch
 
 from perf.calls import Call
-from perf.machine_code.cases import calls_of
 from perf.ops import CASES
 from perf.ops.record import Op
+from perf.workloads import calls_of
 from primitives.kernels.runtime.chips import CHIPS, Chip, chip_of, use_chip
 from primitives.kernels.runtime.limits import use_limits
 from tests.kernels.calls import ROW_PLANS, Launched, launched_by

@@ -1,3 +1,3 @@
 """Attention; importing the package registers its primitives."""
 
-from primitives.ops.attention import second_order as second_order
+from primitives.ops.attention import attention as attention

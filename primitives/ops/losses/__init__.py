@@ -1,4 +1,3 @@
 """Cross entropy, of logits and of a linear layer; importing the package registers their primitives."""
 
-from primitives.ops.losses import cross_entropy_second_order as cross_entropy_second_order
 from primitives.ops.losses import linear_cross_entropy as linear_cross_entropy

@@ -10,6 +10,20 @@ With t = (1 - smoothing) * target + smoothing / C, where a label stands for the 
           lse_dot = m,      loss_dot = m * sum(t) + lse * sum(t_dot) - sum(t * x_dot + t_dot * x)
     vjp   x_bar = a * p - loss_bar * t,      target_bar = (1 - smoothing) * loss_bar * (lse - x)
 
+Second order. Both first-order operators are partial derivatives of one scalar, the pairing of cotangents with tangents,
+
+    L = loss_bar * loss_dot + lse_bar * lse_dot
+
+of which dL/d(x_dot) = x_bar, dL/d(target_dot) = target_bar, and dL/d(loss_bar), dL/d(lse_bar) are the tangents. The
+rest is symmetric in x: with t_dot = (1 - smoothing) * target_dot,
+
+    dL/dx = p * (a * (x_dot - m) + loss_bar * sum(t_dot)) - loss_bar * t_dot
+    dL/d(target) = (1 - smoothing) * loss_bar * (m - x_dot)
+
+which are also what the tangents of x and of the target add to those of x_bar and target_bar. So one operator serves
+both: `cross_entropy_bwd_jvp_p`, the jvp of the backward, is dL/dx and dL/d(target) where the cotangents have no
+tangent. Third and higher orders, and the jvp of a jvp, differentiate the references.
+
 All sums run over the classes. Reverse mode keeps x, target and lse, one number a row: probabilities of classes are
 never in memory. A z-loss is a function of lse, and a weight of a labeled row one of loss, both outside of here.
 
@@ -28,7 +42,15 @@ from torch import Tensor
 
 from primitives._core import Primitive, value_and_jvp
 from primitives._core.errors import LabelError
-from primitives.ops.rules import accumulation_dtype, batch_all, bind_family, define, derivatives, empty_output
+from primitives.ops.rules import (
+    accumulation_dtype,
+    batch_all,
+    bind_family,
+    define,
+    derivatives,
+    empty_output,
+    second_order,
+)
 
 cross_entropy_p = Primitive(
     "cross_entropy",
@@ -44,7 +66,7 @@ cross_entropy_fwd_jvp_p = value_and_jvp(cross_entropy_p, cross_entropy_jvp_p)
 # Reference.
 
 
-class Terms:
+class _Terms:
     """Common parts of the formulas, in the dtype of sums; of one number a row, the axis of the classes stays.
 
     Args:
@@ -129,7 +151,7 @@ class Terms:
         return torch.where(self.kept, bar, 0.0) if of_loss and self.kept is not None else bar
 
 
-class _Gathered(Terms):
+class _Gathered(_Terms):
     """Terms beside labels as values: no class is compared with a label, and what is needed no more is written over."""
 
     def probabilities(self) -> Tensor:
@@ -146,25 +168,25 @@ class _Gathered(Terms):
         return total.scatter_add_(self.dim, self.target.clamp(min=0), (self.smoothing - 1.0) * factor)
 
 
-def terms_of(call: Any) -> Terms:
+def _terms(call: Any) -> _Terms:
     """All functions of x."""
-    return Terms(call.x, call.target, call.dim, call.smoothing)
+    return _Terms(call.x, call.target, call.dim, call.smoothing)
 
 
-def terms_on_cpu(call: Any) -> Terms | None:
+def _terms_on_cpu(call: Any) -> _Terms | None:
     """Values, by lse where it is at hand."""
-    kind = Terms if call.target.is_floating_point() else _Gathered
+    kind = _Terms if call.target.is_floating_point() else _Gathered
     return kind(call.x, call.target, call.dim, call.smoothing, getattr(call, "lse", None)) if call.x.numel() else None
 
 
-def _value(terms: Terms, call: Any) -> tuple[Tensor, Tensor]:
+def _value(terms: _Terms, call: Any) -> tuple[Tensor, Tensor]:
     loss = terms.of_target(terms.log_sum) - terms.dot(terms.shifted)
     if terms.kept is not None:
         loss = torch.where(terms.kept, loss, 0.0)
     return loss.squeeze(call.dim), terms.lse.squeeze(call.dim)
 
 
-def _cotangents(terms: Terms, call: Any) -> tuple[Tensor, Tensor]:
+def _cotangents(terms: _Terms, call: Any) -> tuple[Tensor, Tensor]:
     u, v = terms.per_row(call.loss_bar, of_loss=True), terms.per_row(call.lse_bar, of_loss=False)
     x_bar, target_bar = empty_output(call.x), empty_output(call.x)
     if call.output_mask[0]:
@@ -175,7 +197,7 @@ def _cotangents(terms: Terms, call: Any) -> tuple[Tensor, Tensor]:
     return x_bar, target_bar
 
 
-def _tangents(terms: Terms, call: Any) -> tuple[Tensor, Tensor]:
+def _tangents(terms: _Terms, call: Any) -> tuple[Tensor, Tensor]:
     loss_dot = lse_dot = torch.zeros_like(terms.lse)
     if call.x_dot is not None:
         x_dot = call.x_dot.contiguous().to(terms.lse.dtype)
@@ -189,9 +211,40 @@ def _tangents(terms: Terms, call: Any) -> tuple[Tensor, Tensor]:
     return loss_dot.squeeze(call.dim).contiguous(), lse_dot.squeeze(call.dim).clone()
 
 
-define(cross_entropy_p, _value, terms_of, terms_on_cpu)
-define(cross_entropy_bwd_p, _cotangents, terms_of, terms_on_cpu)
-define(cross_entropy_jvp_p, _tangents, terms_of, terms_on_cpu)
+def _tangents_of_cotangents(terms: _Terms, call: Any) -> tuple[Tensor, Tensor]:
+    given = (call.loss_bar, call.lse_bar, call.loss_bar_dot, call.lse_bar_dot)
+    u, v, u_dot, v_dot = (terms.per_row(bar, of_loss=i % 2 == 0) for i, bar in enumerate(given))
+    p, keep, change, target_change = terms.probabilities(), 1.0 - call.smoothing, None, empty_output(call.x)
+    wants_target = call.output_mask[1] and not terms.has_labels
+    if wants_target:
+        target_change = -keep * u_dot * terms.log_p
+    a_dot = terms.of_target(u_dot) + v_dot
+    if call.x_dot is not None:
+        x_dot = call.x_dot.contiguous().to(p.dtype)
+        centered = x_dot - (p * x_dot).sum(call.dim, keepdim=True)
+        if wants_target:
+            target_change = target_change - keep * u * centered
+        change = terms.times(centered, terms.of_target(u) + v)
+    change = terms.times(p, a_dot if change is None else change + a_dot)
+    if call.loss_bar_dot is not None:
+        change = terms.less_target(change, u_dot)
+    if call.target_dot is not None:
+        t_dot = keep * call.target_dot.contiguous().to(p.dtype)
+        change = change + u * (p * t_dot.sum(call.dim, keepdim=True) - t_dot)
+    return (
+        change.to(call.x.dtype) if call.output_mask[0] else empty_output(call.x),
+        target_change.to(call.target.dtype) if wants_target else empty_output(call.x),
+    )
+
+
+for _op, _formula in (
+    (cross_entropy_p, _value),
+    (cross_entropy_bwd_p, _cotangents),
+    (cross_entropy_jvp_p, _tangents),
+    (cross_entropy_bwd_jvp_p, _tangents_of_cotangents),
+):
+    define(_op, _formula, _terms, _terms_on_cpu)
+second_order(cross_entropy_bwd_p, cross_entropy_jvp_p, cross_entropy_bwd_jvp_p)
 
 
 # Kernels, and batches: one more axis beside that of the classes.

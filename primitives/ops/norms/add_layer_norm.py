@@ -18,6 +18,7 @@ dtype of the residual, which may be wider than that of x; y has `y_dtype`, that 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -39,9 +40,9 @@ from primitives.ops.rules import (
     batch_rows,
     bind_family,
     cast_to_float32,
-    computed,
     define,
     empty_output,
+    second_order,
 )
 
 add_layer_norm_p = Primitive(
@@ -79,7 +80,7 @@ _of_norm = attrgetter("norm_ndim", "batch_ndim", "eps", "centered")
 # Reference.
 
 
-def _in(dtype: torch.dtype, t: Tensor | None) -> Any:
+def _in(dtype: torch.dtype, t: Any) -> Any:
     return None if t is None else t.to(dtype)
 
 
@@ -183,61 +184,54 @@ def _add_layer_norm_jvp(residuals: Any, tangents: Any) -> tuple[Tensor, Tensor]:
 
 # Second order. A tangent of s is what layer norm's rules take for one of x, and y_bar has the dtype of s there.
 
-
-@add_layer_norm_bwd_p.def_vjp
-def _add_layer_norm_bwd_vjp(residuals: Any, cotangents: Any, output_mask: Any) -> dict[str, Tensor | None]:
-    r = residuals
-    x_dot, residual_dot, *param_dots = computed(cotangents, r.output_mask)
-    s_dot = None
-    if x_dot is not None or residual_dot is not None:
-        s_dot = _added(residual_dot, x_dot, r.seed, r.p, r.batch_ndim, r.s)
-    found: dict[str, Tensor | None] = {"s_bar": s_dot}
-    mask = (output_mask.y_bar, output_mask.s, output_mask.weight)
-    if any(mask):
-        options = (*_of_norm(r), 0, (*mask, False, False, False))
-        y_bar = _in(r.s.dtype, r.y_bar)
-        out = layer_norm_double_backward_p(y_bar, r.s, r.weight, r.mean, r.rstd, s_dot, *param_dots, *options)
-        found |= {"y_bar": out[0].to(r.y_bar.dtype), "s": out[1], "weight": out[2]}
-    return _masked(found, output_mask)
+_OPTIONS = ("norm_ndim", "batch_ndim", "eps", "centered")
 
 
-@add_layer_norm_jvp_p.def_vjp
-def _add_layer_norm_jvp_vjp(residuals: Any, cotangents: Any, output_mask: Any) -> dict[str, Tensor | None]:
-    r, c = residuals, cotangents
-    moves = output_mask.x_dot or output_mask.residual_dot
-    found: dict[str, Tensor | None] = {}
-    s_dot_bar = c.s_dot
-    mask = (output_mask.s, output_mask.weight, moves, output_mask.weight_dot, output_mask.bias_dot)
-    if c.y_dot is not None and any(mask):
-        given = (_in(r.s.dtype, c.y_dot), r.s, r.weight, r.mean, r.rstd, r.s_dot, r.weight_dot, r.bias_dot)
-        out = layer_norm_double_backward_p(*given, *_of_norm(r), 0, (False, *mask))
-        found = dict(zip(("s", "weight", "s_dot", "weight_dot", "bias_dot"), out[1:], strict=True))
-        s_dot_bar = found.pop("s_dot") if s_dot_bar is None or not moves else s_dot_bar + found.pop("s_dot")
-    if moves:
-        found["residual_dot"] = s_dot_bar
-    if output_mask.x_dot and s_dot_bar is not None:
-        found["x_dot"] = _noisy(s_dot_bar, r.seed, r.p, r.batch_ndim).to(r.y_dtype)
-    return _masked(found, output_mask)
+def _gradient(output_mask: Sequence[bool], value: Callable[[str], Any]) -> tuple[Tensor | None, ...]:
+    """Of the pairing <y_bar, y_dot> + <s_bar, s_dot>, in what is named below."""
+    want_y_bar, want_s_bar, *want_s, want_x_dot, want_residual_dot = output_mask[:6]
+    y_bar, s, s_dot, s_dot_bar = value("y_bar"), value("s"), value("s_dot"), value("s_bar")
+    noise = (value("seed"), value("p"), value("batch_ndim"))
+    if s_dot is None and (value("x_dot") is not None or value("residual_dot") is not None):
+        s_dot = _added(value("residual_dot"), value("x_dot"), *noise, s)
+    moves = want_x_dot or want_residual_dot
+    mask = (want_y_bar, *want_s, moves, *output_mask[6:])
+    out: list[Any] = [None] * len(mask)
+    if y_bar is not None and any(mask):
+        given = (*map(value, ("weight", "mean", "rstd")), s_dot, value("weight_dot"), value("bias_dot"))
+        options = (*map(value, _OPTIONS), 0, mask)
+        out = list(layer_norm_double_backward_p(_in(s.dtype, y_bar), s, *given, *options))
+        s_dot_bar = out[3] if s_dot_bar is None or not moves else s_dot_bar + out[3]
+    x_dot_bar = None
+    if want_x_dot and s_dot_bar is not None:
+        x_dot_bar = _noisy(s_dot_bar, *noise).to(value("y_dtype"))
+    if y_bar is not None and want_y_bar:
+        out[0] = out[0].to(y_bar.dtype)
+    return out[0], s_dot if want_s_bar else None, *out[1:3], x_dot_bar, s_dot_bar, *out[4:]
 
 
-@add_layer_norm_bwd_p.def_jvp
-def _add_layer_norm_bwd_jvp(residuals: Any, tangents: Any) -> tuple[Tensor | None, ...]:
-    r, t = residuals, tangents
-    want_x, want_residual, *want_params = r.output_mask
+def _bwd_jvp(output_mask: Sequence[bool], value: Callable[[str], Any]) -> tuple[Tensor, ...]:
+    """Tangents of the cotangents of x, residual, weight and bias."""
+    want_x, want_residual, *want_params = output_mask
+    y_bar, s, s_bar_dot = value("y_bar"), value("s"), value("s_bar_dot")
+    dots = [value(name) for name in ("y_bar_dot", "s_dot", "weight_dot")]
     # The cotangent of s is added: where it alone moves, nothing else of the rows does.
-    moves = t.s_bar is None or t.y_bar is not None or t.s is not None or t.weight is not None
+    moves = s_bar_dot is None or any(dot is not None for dot in dots)
     mask = ((want_x or want_residual) and moves, *want_params)
-    y_bar, y_bar_dot = (_in(r.s.dtype, bar) for bar in (r.y_bar, t.y_bar))
-    given = (y_bar, r.s, r.weight, r.mean, r.rstd, y_bar_dot, t.s, t.weight)
-    bar_dot, *param_dots = layer_norm_bwd_jvp_p(*given, *_of_norm(r), 0, mask)
-    if t.s_bar is not None:
-        bar_dot = bar_dot + t.s_bar if mask[0] else t.s_bar
-    x_bar_dot = residual_bar_dot = empty_output(r.s)
+    given = (*map(value, ("weight", "mean", "rstd")), _in(s.dtype, dots[0]), *dots[1:])
+    bar_dot, *param_dots = layer_norm_bwd_jvp_p(_in(s.dtype, y_bar), s, *given, *map(value, _OPTIONS), 0, mask)
+    if s_bar_dot is not None:
+        bar_dot = bar_dot + s_bar_dot if mask[0] else s_bar_dot
+    x_bar_dot = residual_bar_dot = empty_output(s)
     if want_x:
-        x_bar_dot = _noisy(bar_dot, r.seed, r.p, r.batch_ndim).to(r.y_bar.dtype)
+        x_bar_dot = _noisy(bar_dot, value("seed"), value("p"), value("batch_ndim")).to(y_bar.dtype)
     if want_residual:
         residual_bar_dot = bar_dot
     return x_bar_dot, residual_bar_dot, *param_dots
+
+
+_EVERY = ("y_bar", "s_bar", "s", "weight", "x_dot", "residual_dot", "weight_dot", "bias_dot")
+second_order(add_layer_norm_bwd_p, add_layer_norm_jvp_p, _bwd_jvp, _gradient, _EVERY)
 
 
 @add_layer_norm_p.def_autocast("cuda")

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from itertools import compress
 from typing import Any
 
 import torch
@@ -37,7 +36,7 @@ from primitives.ops.norms.batch_norm import (
 )
 from primitives.ops.norms.batch_norm_eval import batch_norm_eval_bwd_p, batch_norm_eval_jvp_p, batch_norm_eval_p
 from primitives.ops.norms.channels import contiguous_like
-from primitives.ops.rules import accumulation_dtype, batch_all, bind_family, computed, empty_output, first_order
+from primitives.ops.rules import accumulation_dtype, batch_all, bind_family, empty_output, first_order, second_order
 
 
 def through(y: Tensor, v: Tensor) -> Tensor:
@@ -167,39 +166,35 @@ batch_norm_relu_eval_p, *_ = _with_relu(
 # Second order of training: the norm's operators of m * y_bar.
 
 
-@batch_norm_relu_bwd_p.def_vjp
-def _batch_norm_relu_bwd_vjp(residuals: Any, cotangents: Any, output_mask: Any) -> dict[str, Tensor | None]:
-    r, mask = residuals, (output_mask.y_bar, output_mask.x, output_mask.weight)
-    x_dot, passed_dot, *param_dots = computed(cotangents, r.output_mask)
-    found: dict[str, Tensor | None] = {}
-    if any(mask) and any(dot is not None for dot in (x_dot, *param_dots)):
-        given = (through(r.y, r.y_bar), r.x, r.weight, r.mean, r.rstd, x_dot, *param_dots, r.batch_ndim, r.eps)
-        out = batch_norm_double_backward_p(*given, (*mask, False, False, False))
-        found = dict(compress(zip(("y_bar", "x", "weight"), out, strict=False), mask))
-    if output_mask.y_bar:
-        dots = [dot for dot in (found.get("y_bar"), passed_dot) if dot is not None]
-        found["y_bar"] = through(r.y, sum(dots[1:], dots[0])) if dots else None
-    return found
-
-
-@batch_norm_relu_bwd_p.def_jvp
-def _batch_norm_relu_bwd_jvp(residuals: Any, tangents: Any) -> tuple[Tensor | None, ...]:
-    r, t = residuals, tangents
-    want_x, want_residual, *want_params = r.output_mask
-    passed, passed_dot = through(r.y, r.y_bar), None if t.y_bar is None else through(r.y, t.y_bar)
-    given = (passed, r.x, r.weight, r.mean, r.rstd, passed_dot, t.x, t.weight, r.batch_ndim, r.eps)
-    x_bar_dot, *param_dots = batch_norm_bwd_jvp_p(*given, (want_x, *want_params))
-    residual_bar_dot = torch.zeros_like(passed) if passed_dot is None else passed_dot
-    return x_bar_dot, residual_bar_dot if want_residual else empty_output(r.x), *param_dots
-
-
-@batch_norm_relu_jvp_p.def_vjp
-def _batch_norm_relu_jvp_vjp(residuals: Any, cotangents: Any, output_mask: Any) -> dict[str, Tensor]:
-    r, names = residuals, ("x", "weight", "x_dot", "weight_dot", "bias_dot")
-    mask, passed = tuple([getattr(output_mask, name) for name in names]), through(r.y, cotangents.y_dot)
-    found = {"residual_dot": passed} if output_mask.residual_dot else {}
+def _gradient(output_mask: Sequence[bool], value: Callable[[str], Any]) -> tuple[Tensor | None, ...]:
+    """Of the pairing, in what is named below."""
+    want_y_bar, want_x, want_weight, _, *want_dots = output_mask
+    y, passed = value("y"), through(value("y"), value("y_bar"))
+    dots = [value(name) for name in ("x_dot", "weight_dot", "bias_dot")]
+    moves = any(dot is not None for dot in dots)
+    mask = (want_y_bar and moves, want_x and moves, want_weight and moves, *want_dots)
+    found: list[Any] = [None] * len(mask)
     if any(mask):
-        dots, options = (r.x_dot, r.weight_dot, r.bias_dot), (r.batch_ndim, r.eps, (False, *mask))
-        out = batch_norm_double_backward_p(passed, r.x, r.weight, r.mean, r.rstd, *dots, *options)
-        found |= compress(zip(names, out[1:], strict=True), mask)
-    return found
+        given = (*map(value, ("x", "weight", "mean", "rstd")), *dots, value("batch_ndim"), value("eps"), mask)
+        out = batch_norm_double_backward_p(passed, *given)
+        found = [bar if want else None for bar, want in zip(out, mask, strict=True)]
+    terms = [dot for dot in (found[0], value("residual_dot")) if dot is not None and want_y_bar]
+    y_bar_bar: Any = sum(terms[1:], terms[0]) if terms else None
+    return None if y_bar_bar is None else through(y, y_bar_bar), *found[1:3], passed, *found[3:]
+
+
+def _bwd_jvp(output_mask: Sequence[bool], value: Callable[[str], Any]) -> tuple[Tensor, ...]:
+    """Tangents of the cotangents of x, residual, weight and bias."""
+    want_x, want_residual, *want_params = output_mask
+    passed, passed_dot = (None if v is None else through(value("y"), v) for v in map(value, ("y_bar", "y_bar_dot")))
+    given = (*map(value, ("x", "weight", "mean", "rstd")), passed_dot, *map(value, ("x_dot", "weight_dot")))
+    options = value("batch_ndim"), value("eps"), (want_x, *want_params)
+    x_bar_dot, *param_dots = batch_norm_bwd_jvp_p(passed, *given, *options)
+    residual_bar_dot = empty_output(value("x"))
+    if want_residual:
+        residual_bar_dot = torch.zeros_like(value("y_bar")) if passed_dot is None else passed_dot
+    return x_bar_dot, residual_bar_dot, *param_dots
+
+
+_EVERY = ("y_bar", "x", "weight", "residual_dot", "x_dot", "weight_dot", "bias_dot")
+second_order(batch_norm_relu_bwd_p, batch_norm_relu_jvp_p, _bwd_jvp, _gradient, _EVERY)
