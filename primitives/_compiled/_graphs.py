@@ -22,6 +22,7 @@ from torch._functorch.compile_utils import fx_graph_cse
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
+from primitives._compiled._simplified import product_and_sum, simplify, sums_apart, without_zeros
 from primitives._core.errors import LeafError
 from primitives._core.inductor import tracing_a_program
 from primitives._core.recomputation import Recomputable
@@ -158,7 +159,7 @@ def joint_graph(
     if settings.backend == "inductor":
         from torch._inductor.decomposition import select_decomp_table
 
-        table = select_decomp_table()
+        table = {**select_decomp_table(), torch.ops.aten.addmm.default: product_and_sum}
         _asked_ahead()
     with _outside_everything(), torch.inference_mode(False), tracing_a_program(), subclasses_made():
         blanks = tuple(
@@ -172,6 +173,7 @@ def joint_graph(
         roots = tuple(f"{name}_{n}" if n else name for name, n in zip(names, counts, strict=True))
         given = Leaves.of(blanks, roots, "")
         joint = traced("compile", lambda *xs: tuple(function(*xs)), given, axes, table=table, pure=True)
+    simplify(joint.module)
     number = sum(key.split(" #")[0] == name for key in settings.graphs)
     settings.graphs[f"{name} #{number + 1}" if number else name] = joint
     return joint
@@ -190,8 +192,7 @@ def cut(
     """Those results of a graph that are at `places`, as a function of `inputs`, names with values in the trace.
 
     `views` are inputs of the graph that nodes of another one make of `inputs`.
-    `cotangents` that are not given stand for zeros, and what is computed of these alone is left out; `None` if they
-    meet others but in sums.
+    `cotangents` that are not given stand for zeros; `None` where these are needed and have symbols for sizes.
     """
     graph, nodes, made = fx.Graph(), {}, {}
     by_name = {node.name: node for node in module.graph.find_nodes(op="placeholder")}
@@ -204,20 +205,10 @@ def cut(
     results: Any = graph.graph_copy(module.graph, nodes)
     graph.output([results[k] for k in places])
     graph.eliminate_dead_code()
-    # Whether it is zero, of all that is linear in cotangents.
-    is_zero = {node: not cotangents[node.name] for node in graph.nodes if node.name in cotangents}
-    for node in [*graph.nodes] if any(is_zero.values()) else ():
-        flags = [is_zero[x] for x in node.all_input_nodes if x in is_zero]
-        if not flags:
-            continue
-        is_zero[node] = all(flags)
-        if any(flags) and (node.op == "output" or not is_zero[node]):
-            rest = next((x for x in node.all_input_nodes if not is_zero.get(x)), node)
-            is_sum = node.target is torch.ops.aten.add.Tensor and not node.kwargs
-            if not is_sum or rest.meta["val"].shape != node.meta["val"].shape:
-                return None
-            node.replace_all_uses_with(rest)
-    graph.eliminate_dead_code()
+    given = {node: cotangents[node.name] for node in graph.nodes if node.name in cotangents}
+    absent = {node for node, is_given in given.items() if not is_given}
+    if not without_zeros(graph, absent, given.keys() - absent):
+        return None
     for node in graph.find_nodes(op="placeholder"):
         if node.name not in inputs:
             graph.erase_node(node)
@@ -286,7 +277,8 @@ def _by_inductor(options: dict[str, Any], module: fx.GraphModule, fakes: list[An
         thread.join()
     # Without symbols Inductor looks for no graph on disk.
     mode.shape_env = mode.shape_env or ShapeEnv()
-    with config.patch(options), V.set_fake_mode(mode):
+    # A program is called with what it was made for.
+    with config.patch({"size_asserts": False, **options}), V.set_fake_mode(mode), sums_apart():
         device = next((x.device for x in fakes if isinstance(x, torch.Tensor)), torch.device("cpu"))
         module = compile_fx._recursive_joint_graph_passes(module, input_device=device)
         output = module.graph.output_node()

@@ -33,7 +33,7 @@ import torch
 from torch._functorch import config as functorch_config
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
 from primitives._core import backend
 from primitives._core.rules import RuleTable
@@ -43,6 +43,8 @@ _KNOWN_TYPES = (torch.Tensor, torch.nn.Parameter, FakeTensor, FunctionalTensor)
 # fuses it with what is around; on CUDA the kernels are as for torch.compile.
 _LONGEST_ROW_FOR_FORMULA = {"cpu": float("inf")}
 _thread = threading.local()
+# The entry of a node's metadata that tells a tangent of what does not move.
+ZERO = "is_zero_tangent"
 
 
 @contextlib.contextmanager
@@ -117,11 +119,16 @@ def register_inductor_write(qualified_name: str, write: Callable[..., None], lib
 # they read its null pointer, or hand it on as a buffer to write to, and the process dies (pytorch issue 177261). A
 # tangent of a weight is such a tensor as soon as a linear layer of a sequence is inside a `jvp` that is differentiated.
 # That of a number stays: torch marks it as a number, and reads a number with memory where a trace has no data.
-_show(
-    "aten::_efficientzerotensor",
-    lambda types, args, kwargs: torch.zeros(*args, **kwargs) if args[0] else NotImplemented,
-    when=lambda: get_proxy_mode() is not None,
-)
+def _zeros(types: Sequence[type], args: tuple, kwargs: dict[str, Any]) -> Any:
+    zeros = torch.zeros(*args, **kwargs) if args[0] else NotImplemented
+    if isinstance(zeros, FunctionalTensor) and getattr(_thread, "is_tracing", False):
+        mode: Any = get_proxy_mode()
+        slot: Any = get_proxy_slot(torch._from_functional_tensor(zeros.elem), mode.tracer)
+        slot.proxy.node.meta[ZERO] = True
+    return zeros
+
+
+_show("aten::_efficientzerotensor", _zeros, when=lambda: get_proxy_mode() is not None)
 
 
 def _is_shown(rules: RuleTable, types: Sequence[type], args: tuple, kwargs: dict[str, Any]) -> bool:

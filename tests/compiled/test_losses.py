@@ -227,3 +227,30 @@ def test_a_parametrization_that_is_cached_keeps_nothing_of_the_trace():
     with torch.nn.utils.parametrize.cached():
         found = pr.compile(net, backend="eager")(x)
         assert found.allclose(net(x))
+
+
+def test_what_does_not_move_is_not_computed():
+    """A tangent of weights is zero: torch makes one wherever a sum of products has another term, and multiplies it."""
+    w, b, other = (
+        data(3, 3, seed=2).requires_grad_(),
+        data(3, seed=3).requires_grad_(),
+        data(6, 3, seed=4).requires_grad_(),
+    )
+
+    def parts(x):
+        moved = nn.functional.linear(x, w, b)
+        return moved, w - x[:3], x[:3] - w, (b - x).sin(), x[0] + w, w * x[:3], x + other, torch.cat([w @ w, moved])
+
+    def tangents(x, v):
+        return torch.func.jvp(parts, (x,), (v,))[1]
+
+    def total(function):
+        return sum(y.square().sum() * (k + 1) for k, y in enumerate(function(X, V)))
+
+    compiled = plainly(tangents)
+    same(compiled(X, V), tangents(X, V))
+    same(*(torch.autograd.grad(total(f), (w, b, other), materialize_grads=True) for f in (compiled, tangents)))
+    targets = [node.target for node in compiled.graphs["value"].graph.nodes if "backward" not in str(node.meta)]
+    assert targets.count(torch.ops.aten.mm.default) == 1
+    memory = {y.untyped_storage().data_ptr() for y in (*compiled(X, V), V)}
+    assert len(memory) == 9

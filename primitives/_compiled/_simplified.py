@@ -1,0 +1,126 @@
+"""Algebra on graphs: tangents and cotangents that are zero are left out, and products that no library need compute."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Set
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, fx
+
+from primitives._core.inductor import ZERO
+
+__all__ = ["product_and_sum", "simplify", "sums_apart", "without_zeros"]
+
+_aten = torch.ops.aten
+# Zero where one of two arguments is.
+_PRODUCTS = {_aten.mul.Tensor, _aten.mul.Scalar, _aten.mm.default, _aten.bmm.default}
+# Zero where all tensors among the arguments are.
+_LINEAR = {
+    *(_aten.neg.default, _aten.sum.default, _aten.sum.dim_IntList),
+    *(_aten.permute.default, _aten.view.default, _aten.expand.default),
+    *(_aten.unsqueeze.default, _aten.squeeze.dim, _aten.squeeze.dims, _aten.slice.Tensor, _aten.select.int),
+    *(_aten.clone.default, _aten.cat.default, _aten.slice_scatter.default, _aten.select_scatter.default),
+    *(_aten.diagonal.default, torch.ops.prims.convert_element_type.default),
+}
+_SUMS = (_aten.add.Tensor, _aten.sub.Tensor)
+_PERMUTE, _WIDE = _aten.permute.default, (torch.float32, torch.float64)
+
+
+def simplify(module: fx.GraphModule) -> None:
+    """Change a joint graph in place to one of fewer operations.
+
+    Left out are tangents of what does not move, which torch makes as zeros where a sum of products has another term,
+    and transpositions back and forth. The product of a column and a row becomes elementwise.
+    """
+    graph = module.graph
+    without_zeros(graph, {node for node in graph.nodes if node.meta.get(ZERO)})
+    for node in graph.find_nodes(op="call_function", target=_PERMUTE):
+        (x, axes), num = node.args, len(node.args[1])
+        if x.target is _PERMUTE:
+            node.args = x, axes = x.args[0], [x.args[1][k] % num for k in axes]
+        if [*axes] == [*range(num)]:
+            node.replace_all_uses_with(x)
+    for node in graph.find_nodes(op="call_function", target=_aten.mm.default):
+        num = node.args[0].meta["val"].shape[1]
+        if isinstance(num, int) and num == 1:
+            node.target = _aten.mul.Tensor
+    graph.eliminate_dead_code()
+    module.recompile()
+
+
+def without_zeros(graph: fx.Graph, zeros: Set[fx.Node], moving: Set[fx.Node] | None = None) -> bool:
+    """Leave out what is zero with `zeros`, in place; `False` where sizes that are symbols keep some of it.
+
+    `moving` are the other inputs in which, as in `zeros`, all is linear that depends on any.
+    """
+    zeros, depends = set(zeros), set(moving or ())
+    for node in graph.nodes if zeros else ():
+        inputs = node.all_input_nodes
+        others = [x for x in inputs if x not in zeros and (moving is None or x in depends)]
+        if node.op == "call_function" and not zeros.isdisjoint(inputs):
+            is_sum = node.target in _SUMS and isinstance(node.args[1], fx.Node)
+            is_linear = moving is not None or is_sum or node.target in _LINEAR
+            if node.target in _PRODUCTS or (is_linear and not others):
+                zeros.add(node)
+            elif is_sum and not node.kwargs and _alike(others[0], node):
+                _keep_term(node, others[0])
+        if node not in zeros and not depends.isdisjoint(inputs):
+            depends.add(node)
+    graph.eliminate_dead_code()
+    # What others need has a value again.
+    kept = [node for node in graph.nodes if node in zeros and any(user not in zeros for user in node.users)]
+    first = next(node for node in graph.nodes if node.op != "placeholder")
+    symbolic = [node for node in kept if not all(type(n) is int for n in node.meta["val"].shape)]
+    for node in kept:
+        if node not in symbolic:
+            value = node.meta["val"]
+            with graph.inserting_before(first):
+                made = graph.call_function(_aten.full.default, ([*value.shape], 0), _options(value))
+            made.meta = {**node.meta}
+            node.replace_all_uses_with(made)
+    graph.eliminate_dead_code()
+    return not symbolic
+
+
+def _keep_term(node: fx.Node, term: fx.Node) -> None:
+    """Make one term of a sum of two."""
+    is_negative = node.target is _aten.sub.Tensor and node.args[1] is term
+    if is_negative or any(user.op == "output" for user in node.users):
+        # A result shares memory with nothing.
+        node.target, node.args = (_aten.neg.default if is_negative else _aten.clone.default), (term,)
+    else:
+        node.replace_all_uses_with(term)
+
+
+def _alike(x: fx.Node, y: fx.Node) -> bool:
+    a, b = x.meta["val"], y.meta["val"]
+    return a.shape == b.shape and a.dtype == b.dtype
+
+
+def _options(value: Tensor) -> dict[str, Any]:
+    return {"dtype": value.dtype, "layout": torch.strided, "device": value.device, "pin_memory": False}
+
+
+def product_and_sum(bias: Tensor, x: Tensor, y: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Any:
+    """`addmm` as two operators, of which Inductor fuses the sum with what is around; not where it would round twice."""
+    if bias.dtype not in _WIDE or beta != 1 or alpha != 1:
+        return NotImplemented
+    return x @ y + bias
+
+
+@contextlib.contextmanager
+def sums_apart() -> Iterator[None]:
+    """Context in which Inductor leaves sums and matrix products apart on the CPU too, as it does on a GPU."""
+    from torch._inductor.fx_passes import post_grad
+
+    fuses_better = post_grad.should_prefer_unfused_addmm
+
+    def prefers(match: Any) -> bool:
+        value = match.kwargs["inp"].meta["val"]
+        return (value.device.type == "cpu" and value.dtype in _WIDE) or fuses_better(match)
+
+    with mock.patch.object(post_grad, "should_prefer_unfused_addmm", prefers):
+        yield
