@@ -29,7 +29,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Show a worker the one GPU that it owns, before torch looks for GPUs; the controller gives it."""
     os.environ.update(KEEP_FREED_MEMORY)
     if (worker := getattr(config, "workerinput", None)) is None:
-        _providers(config)
+        providers_of(config)
         config.pluginmanager.register(Collector(config))
     elif "gpu" in worker:
         os.environ["CUDA_VISIBLE_DEVICES"] = worker["gpu"]
@@ -79,15 +79,11 @@ class Collector:
 
 def visible_gpus() -> list[str]:
     """What `CUDA_VISIBLE_DEVICES` may say of each GPU that this process sees."""
-    import torch
-
     said = os.environ.get("CUDA_VISIBLE_DEVICES")
     return said.split(",") if said else [str(index) for index in range(torch.cuda.device_count())]
 
 
 def _device(config: pytest.Config) -> str:
-    import torch
-
     name = config.option.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if name == "cuda" and not torch.cuda.is_available():
         raise pytest.UsageError("--device cuda: torch sees no CUDA device; --device cpu compares on the CPU.")
@@ -99,27 +95,18 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     from perf import workloads
 
     option, kind = metafunc.config.option, _device(metafunc.config)
-    if "unit" in metafunc.fixturenames:
-        units = workloads.units(kind, quick=option.quick, every_mode=option.every_mode)
-        metafunc.parametrize("unit", units, ids=lambda unit: f"{unit[0].key}: {unit[1]}")
+    units = workloads.units(kind, quick=option.quick, every_mode=option.every_mode)
+    metafunc.parametrize("unit", units, ids=lambda unit: f"{unit[0].key}: {unit[1]}")
 
 
 @pytest.fixture(scope="session")
 def device(pytestconfig: pytest.Config) -> torch.device:
     """Where this worker measures."""
-    import torch
-
     return torch.device(_device(pytestconfig))
 
 
-@pytest.fixture(scope="session")
-def providers(pytestconfig: pytest.Config) -> list[str]:
-    """Who is measured."""
-    return _providers(pytestconfig)
-
-
-def _providers(config: pytest.Config) -> list[str]:
-    """By default all but who tunes for long, and on a CPU no compiler."""
+def providers_of(config: pytest.Config) -> list[str]:
+    """Who is measured: by default all but who tunes for long, and on a CPU no compiler."""
     from perf import workloads as w
 
     if config.option.providers:

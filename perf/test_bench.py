@@ -27,6 +27,7 @@ from torch.utils import benchmark
 
 import primitives as pr
 from perf.calls import EPS
+from perf.conftest import providers_of
 from perf.ops.workload import Workload
 from perf.steps import TOLERANCES, errors, make_sample, make_step
 from perf.workloads import COMPILED, EAGER, FLEX, LIBRARIES, ONLY_OP, OURS, SDPA_BACKENDS, TUNED
@@ -168,11 +169,11 @@ def _samples(timers: dict[str, dict[str, Callable[[], float]]]) -> dict[str, dic
 
 
 @pytest.fixture
-def rows(unit: tuple[Workload, str], providers: list[str], record_property: Any, device: torch.device) -> Any:
+def rows(unit: tuple[Workload, str], pytestconfig: pytest.Config, record_property: Any, device: torch.device) -> Any:
     """The rows of a unit, which are handed to the controller after the test."""
     workload, mode = unit
     fixed = {"workload": workload.key, "mode": mode, "tolerance": TOLERANCES[workload.dtype]}
-    names = [name for name in providers if ONLY_OP.get(name, workload.op) == workload.op]
+    names = [name for name in providers_of(pytestconfig) if ONLY_OP.get(name, workload.op) == workload.op]
     made = {n: {**fixed, "provider": n, "status": "error", "message": "it came to no time"} for n in names}
     # Backward passes are run more than once, which buffers that Inductor gives away would not survive.
     with functorch_config.patch(donated_buffer=False):

@@ -14,7 +14,6 @@ from perf.ops.samples import Sample, make_options, make_samples
 from perf.ops.workload import FIRST_ORDER, KERNEL_MODES, Workload, unnamed
 from primitives._core import registered_primitives
 
-LAYOUTS = ("contiguous", "transposed", "sliced", "expanded")
 # Beside the bench's modes: the launcher `double_backward` with some of its results and with all.
 _OUTPUT_MASKS = {
     "double_backward": (True, True, False),
@@ -93,7 +92,7 @@ def row_map(
     given: dict[str, Any] = {
         "arguments": ("x",),
         "differentiable": ("x",),
-        "samples": make_samples(all_shapes, [()], LAYOUTS),
+        "samples": make_samples(all_shapes),
         "small": Sample((2, 3, 2), make_options(dim=1)),
         "tiny": Sample((1, 3), make_options(dim=1)),
         "large": (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
@@ -12,7 +13,7 @@ import primitives as pr
 from perf.calls import EPS, Call, Operands, Step, random, randoms
 from perf.ops._norm_steps import NORM_MODES, norm_calls
 from perf.ops.record import Op
-from perf.ops.samples import Sample, make_samples, true_norm
+from perf.ops.samples import ABSENT_PARAMS, LAYOUTS, Sample, make_samples, true_norm
 from perf.ops.workload import FIRST_ORDER, KERNEL_MODES, Workload, unnamed
 
 MOMENTUM = 0.3
@@ -42,18 +43,13 @@ def _true_batch_norm(
     return y, *mixed
 
 
-def _training(
-    functional: Any, x: Tensor, weight: Any = None, bias: Any = None, running_mean: Any = None, running_var: Any = None
-) -> Tensor:
-    # They are written.
-    running = [None if value is None else value.clone() for value in (running_mean, running_var)]
-    return functional.batch_norm(x, *running, weight, bias, True, MOMENTUM, EPS)
-
-
-def _evaluation(
-    functional: Any, x: Tensor, weight: Any, bias: Any, running_mean: Tensor, running_var: Tensor
-) -> Tensor:
-    return functional.batch_norm(x, running_mean, running_var, weight, bias, False, MOMENTUM, EPS)
+def _call(
+    functional: Any, x: Tensor, weight: Any = None, bias: Any = None, mean: Any = None, var: Any = None, *,
+    training: bool,
+) -> Tensor:  # fmt: skip
+    # In training they are written.
+    running = [value.clone() if training and value is not None else value for value in (mean, var)]
+    return functional.batch_norm(x, *running, weight, bias, training, MOMENTUM, EPS)
 
 
 def _running(workload: Workload, draw: Callable[..., Tensor]) -> tuple[Tensor, ...]:
@@ -107,13 +103,13 @@ def _resnet() -> Iterator[Workload]:
             )
 
 
-_RESNET = (64, 256, 56, 56)
+RESNET = (64, 256, 56, 56)
 _OF_TRAINING = ("forward", "backward", "hvp")
 _OF_CHANNELS = ("backward_of_jvp", "x_only", "gradient_backward", "all_results", "evaluation")
 _OTHER = (
-    unnamed("batch_norm", _RESNET, modes=_OF_CHANNELS),
-    unnamed("batch_norm", _RESNET, channels_last=True, modes=_OF_CHANNELS),
-    unnamed("batch_norm", _RESNET, "float32", modes=("hvp", "all_results")),
+    unnamed("batch_norm", RESNET, modes=_OF_CHANNELS),
+    unnamed("batch_norm", RESNET, channels_last=True, modes=_OF_CHANNELS),
+    unnamed("batch_norm", RESNET, "float32", modes=("hvp", "all_results")),
     unnamed("batch_norm", (8192, 1000), "float32"),
     unnamed("batch_norm", (32, 64, 16, 16), "float64"),
     # Channels, or positions of a channel, that are loaded one by one.
@@ -139,8 +135,6 @@ def _calls(workload: Workload, mode: str) -> list[Call]:
     return operands.steps(list(steps.values()) if has_all else [steps[mode]])
 
 
-_CHANNEL_ABSENT = [(), ("bias",), ("weight",), ("weight", "bias")]
-_CHANNEL_LAYOUTS = ["contiguous", "channels_last", "transposed", "sliced", "expanded"]
 _CHANNEL_SHAPES = [
     ((3, 2, 3, 5), ()),
     ((0, 3, 2), ()),
@@ -157,10 +151,10 @@ _LARGE_CHANNELS = (
     Sample((33_000, 5)),
     Sample((3, 9, 64, 90), layout="channels_last"),
 )
-_NO_RUNNING = ("running_mean", "running_var")
+NO_RUNNING = ("running_mean", "running_var")
 BATCH_NORM = Op(
     name="batch_norm",
-    call=_training,
+    call=functools.partial(_call, training=True),
     function=_batch_norm,
     truth=_true_batch_norm,
     arguments=("x", "weight", "bias", "running_mean", "running_var"),
@@ -168,12 +162,12 @@ BATCH_NORM = Op(
     parameter_shape=lambda sample, name: (sample.shape[1],),
     samples=make_samples(
         _CHANNEL_SHAPES,
-        [*_CHANNEL_ABSENT, _NO_RUNNING, ("bias", *_NO_RUNNING)],
-        _CHANNEL_LAYOUTS,
+        [*ABSENT_PARAMS, NO_RUNNING, ("bias", *NO_RUNNING)],
+        LAYOUTS,
         constant_when_expanded=lambda shape: len(shape) == 2,
     ),
     small=Sample((3, 2, 2)),
-    tiny=Sample((3, 1), absent=_NO_RUNNING),
+    tiny=Sample((3, 1), absent=NO_RUNNING),
     large=_LARGE_CHANNELS,
     not_kept=("bias", "y", "running_mean", "running_var"),
     positive=("running_var",),
@@ -184,8 +178,8 @@ BATCH_NORM = Op(
     ),
     gpu_workloads=(
         *_resnet(),
-        Workload("ResNet-50", "batch_norm", _RESNET, dtype="float16", modes=FIRST_ORDER),
-        Workload("ResNet-50", "batch_norm", _RESNET, dtype="float32", modes=FIRST_ORDER),
+        Workload("ResNet-50", "batch_norm", RESNET, dtype="float16", modes=FIRST_ORDER),
+        Workload("ResNet-50", "batch_norm", RESNET, dtype="float32", modes=FIRST_ORDER),
         Workload("BatchNorm1d", "batch_norm", (8192, 1024), whole=True),
         Workload("video", "batch_norm", (8, 64, 16, 56, 56)),
     ),
@@ -210,12 +204,12 @@ BATCH_NORM = Op(
 BATCH_NORM_EVAL = Op(
     name="batch_norm_eval",
     function_name="batch_norm",
-    call=_evaluation,
+    call=functools.partial(_call, training=False),
     truth=_true_batch_norm_eval,
     arguments=("x", "weight", "bias", "running_mean", "running_var"),
     differentiable=("x", "weight", "bias", "running_mean", "running_var"),
     parameter_shape=lambda sample, name: (sample.shape[1],),
-    samples=make_samples([*_CHANNEL_SHAPES, ((1, 1), ())], _CHANNEL_ABSENT, _CHANNEL_LAYOUTS),
+    samples=make_samples([*_CHANNEL_SHAPES, ((1, 1), ())], ABSENT_PARAMS, LAYOUTS),
     small=Sample((2, 2, 2)),
     tiny=Sample((2, 1)),
     large=_LARGE_CHANNELS,
@@ -226,8 +220,8 @@ BATCH_NORM_EVAL = Op(
         Workload("last", "batch_norm_eval", (8, 8, 8, 8), dtype="float32", channels_last=True, modes=FIRST_ORDER),
     ),
     gpu_workloads=(
-        Workload("ResNet-50", "batch_norm_eval", _RESNET, modes=FIRST_ORDER, quick=True),
-        Workload("ResNet-50", "batch_norm_eval", _RESNET, channels_last=True, modes=FIRST_ORDER),
+        Workload("ResNet-50", "batch_norm_eval", RESNET, modes=FIRST_ORDER, quick=True),
+        Workload("ResNet-50", "batch_norm_eval", RESNET, channels_last=True, modes=FIRST_ORDER),
     ),
     calls=_calls,
     modes=FIRST_ORDER,

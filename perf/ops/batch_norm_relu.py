@@ -12,7 +12,7 @@ from torch import Tensor
 
 import primitives as pr
 from perf.calls import EPS, Call, Step
-from perf.ops.batch_norm import BATCH_NORM, BATCH_NORM_EVAL, MOMENTUM, BatchNorm
+from perf.ops.batch_norm import BATCH_NORM, BATCH_NORM_EVAL, MOMENTUM, NO_RUNNING, RESNET, BatchNorm
 from perf.ops.record import Op
 from perf.ops.samples import Sample
 from perf.ops.workload import FIRST_ORDER, Workload, unnamed
@@ -80,8 +80,6 @@ def _calls(workload: Workload, mode: str, *, training: bool) -> list[Call]:
 
 # The residual and its tangent are read, and its cotangent written.
 _PASSES = {"forward": 3, "backward": 5, "jvp": 6, "forward_backward": 8}
-_RESNET = (64, 256, 56, 56)
-_NO_RUNNING = ("running_mean", "running_var")
 BATCH_NORM_RELU = dataclasses.replace(
     BATCH_NORM,
     name="batch_norm_relu",
@@ -89,33 +87,33 @@ BATCH_NORM_RELU = dataclasses.replace(
     function=functools.partial(_function, training=True),
     torch_function=None,
     truth=functools.partial(_truth, BATCH_NORM),
-    arguments=("x", "residual", "weight", "bias", *_NO_RUNNING),
+    arguments=("x", "residual", "weight", "bias", *NO_RUNNING),
     differentiable=("x", "residual", "weight", "bias"),
     parameter_shape=lambda sample, name: sample.shape if name == "residual" else (sample.shape[1],),
     # The norm has its own.
     samples=(
         Sample((3, 2, 3, 5)),
-        Sample((3, 2, 3, 5), absent=("residual", *_NO_RUNNING), layout="channels_last"),
+        Sample((3, 2, 3, 5), absent=("residual", *NO_RUNNING), layout="channels_last"),
         Sample((2, 3, 31), absent=("weight",), layout="transposed", mixed=True),
         Sample((13, 5), absent=("residual", "weight", "bias"), layout="sliced"),
-        Sample((2, 3, 2, 2, 3), absent=("bias", *_NO_RUNNING), layout="expanded"),
+        Sample((2, 3, 2, 2, 3), absent=("bias", *NO_RUNNING), layout="expanded"),
         Sample((0, 3, 2)),
         Sample((13, 5), absent=("residual",), layout="channels_last", mixed=True),
         Sample((3, 2, 3, 5), layout="expanded", mixed=True),
     ),
     large=(Sample((3, 9, 64, 90), layout="channels_last"),),
-    not_kept=("residual", "bias", *_NO_RUNNING),
+    not_kept=("residual", "bias", *NO_RUNNING),
     num_kept=2,
     small_workloads=tuple(
         dataclasses.replace(w, op="batch_norm_relu", modes=FIRST_ORDER) for w in BATCH_NORM.small_workloads
     ),
     gpu_workloads=(
-        Workload("ResNet-50", "batch_norm_relu", _RESNET, modes=FIRST_ORDER, quick=True),
-        Workload("ResNet-50", "batch_norm_relu", _RESNET, channels_last=True, modes=FIRST_ORDER),
+        Workload("ResNet-50", "batch_norm_relu", RESNET, modes=FIRST_ORDER, quick=True),
+        Workload("ResNet-50", "batch_norm_relu", RESNET, channels_last=True, modes=FIRST_ORDER),
     ),
     cpu_workloads=(),
     other_workloads=(
-        unnamed("batch_norm_relu", _RESNET, "float32", modes=FIRST_ORDER),
+        unnamed("batch_norm_relu", RESNET, "float32", modes=FIRST_ORDER),
         unnamed("batch_norm_relu", (64, 2048, 7, 7), modes=FIRST_ORDER),
         unnamed("batch_norm_relu", (32, 64, 16, 16), "float64", modes=FIRST_ORDER),
     ),

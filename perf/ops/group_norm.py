@@ -12,7 +12,7 @@ from torch import Tensor
 from perf.calls import EPS, Call
 from perf.ops._norm_steps import norm_calls
 from perf.ops.layer_norm import CHANNELS_LAST, LAYER_NORM, LayerNorm
-from perf.ops.samples import Sample, make_options, make_samples, true_norm
+from perf.ops.samples import ABSENT_PARAMS, LAYOUTS, Sample, make_options, make_samples, true_norm
 from perf.ops.workload import FIRST_ORDER, Workload, unnamed
 
 
@@ -72,8 +72,8 @@ GROUP_NORM = dataclasses.replace(
             ((2, 4, 33), make_options(num_groups=4)),
             ((1, 4, 2, 3, 2), _TWO),
         ],
-        absent=[(), ("bias",), ("weight",), ("weight", "bias")],
-        layouts=["contiguous", "channels_last", "transposed", "sliced", "expanded"],
+        ABSENT_PARAMS,
+        LAYOUTS,
     ),
     small=Sample((2, 4, 2), _TWO),
     tiny=Sample((1, 2, 2), _ONE),

@@ -9,12 +9,10 @@ from typing import Any
 from torch import Tensor
 
 from perf.calls import EPS, Call
-from perf.ops.batch_norm import BATCH_NORM
-from perf.ops.samples import Sample, make_samples, true_norm
+from perf.ops.batch_norm import BATCH_NORM, MOMENTUM, NO_RUNNING
+from perf.ops.samples import ABSENT_PARAMS, LAYOUTS, Sample, make_samples, true_norm
 from perf.ops.workload import FIRST_ORDER, Workload
 from primitives.ops.norms.group_norm import pure_instance_norm
-
-MOMENTUM = 0.3
 
 
 def _instance_norm(
@@ -49,7 +47,6 @@ def _calls(workload: Workload, mode: str) -> list[Call]:
     return BATCH_NORM.calls(dataclasses.replace(workload, shape=shape), mode)
 
 
-_NO_RUNNING = ("running_mean", "running_var")
 INSTANCE_NORM = BATCH_NORM.sibling(
     "instance_norm",
     BATCH_NORM.arguments,
@@ -58,11 +55,11 @@ INSTANCE_NORM = BATCH_NORM.sibling(
     truth=_true_instance_norm,
     samples=make_samples(
         [((3, 2, 3, 5), ()), ((0, 3, 2), ()), ((2, 3, 7), ()), ((2, 3, 2, 2, 3), ())],
-        [(), ("bias",), ("weight",), ("weight", "bias"), _NO_RUNNING, ("bias", *_NO_RUNNING)],
-        ["contiguous", "channels_last", "transposed", "sliced", "expanded"],
+        [*ABSENT_PARAMS, NO_RUNNING, ("bias", *NO_RUNNING)],
+        LAYOUTS,
     ),
     small=Sample((2, 2, 3)),
-    tiny=Sample((1, 2, 2), absent=_NO_RUNNING),
+    tiny=Sample((1, 2, 2), absent=NO_RUNNING),
     large=(Sample((2, 3, 17_000)),),
     small_workloads=(Workload("first", "instance_norm", (2, 2, 16, 16), dtype="float32"),),
     gpu_workloads=(Workload("style transfer", "instance_norm", (8, 128, 64, 64), modes=FIRST_ORDER, quick=True),),

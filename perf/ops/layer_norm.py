@@ -11,7 +11,7 @@ from torch import Tensor
 from perf.calls import EPS, Call, Operands, randoms
 from perf.ops._norm_steps import NORM_MODES, norm_calls
 from perf.ops.record import Op
-from perf.ops.samples import Sample, make_options, make_samples, true_norm
+from perf.ops.samples import ABSENT_PARAMS, Sample, make_options, make_samples, true_norm
 from perf.ops.workload import FIRST_ORDER, Workload, unnamed
 from primitives.ops.rules import CHANNELS_LAST, with_layout
 
@@ -129,8 +129,7 @@ LAYER_NORM = Op(
             ((2, 7), make_options(norm_ndim=2)),
             ((9,), _ONE_AXIS),
         ],
-        absent=[(), ("bias",), ("weight",), ("weight", "bias")],
-        layouts=["contiguous", "transposed", "sliced", "expanded"],
+        absent=ABSENT_PARAMS,
         constant_when_expanded=lambda shape: len(shape) == 1,
     ),
     small=Sample((2, 3, 4), _ONE_AXIS),

@@ -15,6 +15,8 @@ from primitives.testing import _compare
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 LOW_PRECISION = (torch.float16, torch.bfloat16)
+# The parameters of a norm that may be absent.
+ABSENT_PARAMS = ((), ("bias",), ("weight",), ("weight", "bias"))
 LAYOUTS = ("contiguous", "transposed", "sliced", "expanded", "channels_last")
 
 
@@ -50,8 +52,8 @@ def make_options(**options: Any) -> tuple[tuple[str, Any], ...]:
 
 def make_samples(
     shapes: Sequence[tuple],
-    absent: Sequence[tuple],
-    layouts: Sequence[str],
+    absent: Sequence[tuple] = ((),),
+    layouts: Sequence[str] = LAYOUTS[:4],
     constant_when_expanded: Callable[[tuple[int, ...]], bool] = lambda shape: False,
 ) -> tuple[Sample, ...]:
     """All pairs of shape with options, layout, absent arguments and mixed dtypes.

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from perf.calls import random
-from perf.ops._row_maps import LAYOUTS, RowMapOperands, row_map
+from perf.ops._row_maps import RowMapOperands, row_map
 from perf.ops.log_softmax import OF_CURVATURE
 from perf.ops.samples import Sample, make_options, make_samples
 from perf.ops.workload import FIRST_ORDER, Workload, unnamed
@@ -71,7 +71,6 @@ SOFTMAX = row_map(
             ((9,), make_options(dim=0)),
         ],
         absent=[(), ("mask",)],
-        layouts=LAYOUTS,
     ),
     small=Sample((2, 3, 2), make_options(dim=1, scale=0.7)),
     tiny=Sample((1, 3), make_options(dim=1, scale=0.7)),
