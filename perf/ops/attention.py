@@ -180,13 +180,13 @@ def _calls(workload: Workload, mode: str) -> list[Call]:
 
 # Its backward of a jvp has a target of its own.
 ATTENTION_MODES = MODES[:6]
-_attention_of = functools.partial(Workload, op="attention", modes=ATTENTION_MODES)
+_attention_of = functools.partial(Workload, modes=ATTENTION_MODES)
 _OF_MASKS = ("forward", "backward", "jvp", "all_results")
 _OTHER = (
-    unnamed("attention", (8, 12, 1024, 64), causal=True, modes=("all_results",)),
-    unnamed("attention", (2, 32, 4096, 128), key_heads=8, causal=True, modes=("all_results",)),
-    unnamed("attention", (8, 12, 1024, 64), masked=True, modes=_OF_MASKS),
-    unnamed("attention", (8, 12, 1024, 64), "float32", modes=_OF_MASKS),
+    unnamed((8, 12, 1024, 64), causal=True, modes=("all_results",)),
+    unnamed((2, 32, 4096, 128), key_heads=8, causal=True, modes=("all_results",)),
+    unnamed((8, 12, 1024, 64), masked=True, modes=_OF_MASKS),
+    unnamed((8, 12, 1024, 64), "float32", modes=_OF_MASKS),
 )
 ATTENTION = Op(
     name="attention",
@@ -238,8 +238,8 @@ ATTENTION = Op(
     ),
     other_workloads=_OTHER,
     resized=(
-        (unnamed("attention", (2, 8, 1024, 128), key_heads=2, causal=True), (3, 16)),
-        (unnamed("attention", (2, 8, 1024, 72), masked=True), (3, 16)),
+        (unnamed((2, 8, 1024, 128), key_heads=2, causal=True), (3, 16)),
+        (unnamed((2, 8, 1024, 72), masked=True), (3, 16)),
     ),
     calls=_calls,
     modes=(*ATTENTION_MODES, "all_results"),

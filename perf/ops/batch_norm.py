@@ -94,7 +94,6 @@ def _resnet() -> Iterator[Workload]:
             second = channels in {256, 1024}
             yield Workload(
                 "ResNet-50",
-                "batch_norm",
                 (64, channels, side, side),
                 channels_last=channels_last,
                 modes=KERNEL_MODES if second else FIRST_ORDER,
@@ -107,16 +106,16 @@ RESNET = (64, 256, 56, 56)
 _OF_TRAINING = ("forward", "backward", "hvp")
 _OF_CHANNELS = ("backward_of_jvp", "x_only", "gradient_backward", "all_results", "evaluation")
 _OTHER = (
-    unnamed("batch_norm", RESNET, modes=_OF_CHANNELS),
-    unnamed("batch_norm", RESNET, channels_last=True, modes=_OF_CHANNELS),
-    unnamed("batch_norm", RESNET, "float32", modes=("hvp", "all_results")),
-    unnamed("batch_norm", (8192, 1000), "float32"),
-    unnamed("batch_norm", (32, 64, 16, 16), "float64"),
+    unnamed(RESNET, modes=_OF_CHANNELS),
+    unnamed(RESNET, channels_last=True, modes=_OF_CHANNELS),
+    unnamed(RESNET, "float32", modes=("hvp", "all_results")),
+    unnamed((8192, 1000), "float32"),
+    unnamed((32, 64, 16, 16), "float64"),
     # Channels, or positions of a channel, that are loaded one by one.
-    unnamed("batch_norm", (64, 1001, 14, 14), channels_last=True, modes=_OF_TRAINING),
-    unnamed("batch_norm", (64, 1001, 14, 14), "float32", channels_last=True, modes=_OF_TRAINING),
-    unnamed("batch_norm", (64, 2048, 7, 7), modes=("hvp",)),
-    unnamed("batch_norm", (64, 2048, 7, 7), "float32", modes=_OF_TRAINING),
+    unnamed((64, 1001, 14, 14), channels_last=True, modes=_OF_TRAINING),
+    unnamed((64, 1001, 14, 14), "float32", channels_last=True, modes=_OF_TRAINING),
+    unnamed((64, 2048, 7, 7), modes=("hvp",)),
+    unnamed((64, 2048, 7, 7), "float32", modes=_OF_TRAINING),
 )
 
 
@@ -172,28 +171,28 @@ BATCH_NORM = Op(
     not_kept=("bias", "y", "running_mean", "running_var"),
     positive=("running_var",),
     small_workloads=(
-        Workload("first", "batch_norm", (8, 4, 8, 8), dtype="float32"),
-        Workload("last", "batch_norm", (4, 3, 4, 4), dtype="float32", channels_last=True),
-        Workload("odd", "batch_norm", (4, 3, 7, 7), dtype="float32"),
+        Workload("first", (8, 4, 8, 8), dtype="float32"),
+        Workload("last", (4, 3, 4, 4), dtype="float32", channels_last=True),
+        Workload("odd", (4, 3, 7, 7), dtype="float32"),
     ),
     gpu_workloads=(
         *_resnet(),
-        Workload("ResNet-50", "batch_norm", RESNET, dtype="float16", modes=FIRST_ORDER),
-        Workload("ResNet-50", "batch_norm", RESNET, dtype="float32", modes=FIRST_ORDER),
-        Workload("BatchNorm1d", "batch_norm", (8192, 1024), whole=True),
-        Workload("video", "batch_norm", (8, 64, 16, 56, 56)),
+        Workload("ResNet-50", RESNET, dtype="float16", modes=FIRST_ORDER),
+        Workload("ResNet-50", RESNET, dtype="float32", modes=FIRST_ORDER),
+        Workload("BatchNorm1d", (8192, 1024), whole=True),
+        Workload("video", (8, 64, 16, 56, 56)),
     ),
     cpu_workloads=(
-        Workload("ResNet-50", "batch_norm", (8, 64, 56, 56), dtype="float32", quick=True),
-        Workload("ResNet-50", "batch_norm", (8, 64, 56, 56), dtype="float32", channels_last=True, quick=True),
-        Workload("ResNet-50", "batch_norm", (8, 256, 28, 28), dtype="float32"),
-        Workload("BatchNorm1d", "batch_norm", (2048, 1024), dtype="float32"),
+        Workload("ResNet-50", (8, 64, 56, 56), dtype="float32", quick=True),
+        Workload("ResNet-50", (8, 64, 56, 56), dtype="float32", channels_last=True, quick=True),
+        Workload("ResNet-50", (8, 256, 28, 28), dtype="float32"),
+        Workload("BatchNorm1d", (2048, 1024), dtype="float32"),
     ),
     other_workloads=_OTHER,
     resized=(
-        (unnamed("batch_norm", (64, 256, 14, 14)), (63, 80)),
-        (unnamed("batch_norm", (64, 256, 14, 14), channels_last=True), (63, 80)),
-        (unnamed("batch_norm", (8192, 1024)), (8191, 6400)),
+        (unnamed((64, 256, 14, 14)), (63, 80)),
+        (unnamed((64, 256, 14, 14), channels_last=True), (63, 80)),
+        (unnamed((8192, 1024)), (8191, 6400)),
     ),
     calls=_calls,
     modes=(*NORM_MODES, "evaluation"),
@@ -216,12 +215,12 @@ BATCH_NORM_EVAL = Op(
     not_kept=("bias", "y"),
     positive=("running_var",),
     small_workloads=(
-        Workload("first", "batch_norm_eval", (8, 8, 8, 8), dtype="float32", modes=FIRST_ORDER),
-        Workload("last", "batch_norm_eval", (8, 8, 8, 8), dtype="float32", channels_last=True, modes=FIRST_ORDER),
+        Workload("first", (8, 8, 8, 8), dtype="float32", modes=FIRST_ORDER),
+        Workload("last", (8, 8, 8, 8), dtype="float32", channels_last=True, modes=FIRST_ORDER),
     ),
     gpu_workloads=(
-        Workload("ResNet-50", "batch_norm_eval", RESNET, modes=FIRST_ORDER, quick=True),
-        Workload("ResNet-50", "batch_norm_eval", RESNET, channels_last=True, modes=FIRST_ORDER),
+        Workload("ResNet-50", RESNET, modes=FIRST_ORDER, quick=True),
+        Workload("ResNet-50", RESNET, channels_last=True, modes=FIRST_ORDER),
     ),
     calls=_calls,
     modes=FIRST_ORDER,

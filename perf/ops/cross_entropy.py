@@ -134,19 +134,19 @@ def _calls(workload: Workload, mode: str) -> list[Call]:
 
 
 _OTHER = (
-    unnamed("cross_entropy", (64, 128256), modes=FIRST_ORDER),
-    unnamed("cross_entropy", (512, 512), "float64"),
+    unnamed((64, 128256), modes=FIRST_ORDER),
+    unnamed((512, 512), "float64"),
     # Its labels would be more than the bench's other rows.
-    unnamed("cross_entropy", (16, 21, 512, 512), dim=1, modes=FIRST_ORDER),
+    unnamed((16, 21, 512, 512), dim=1, modes=FIRST_ORDER),
 )
 _GPU = (
-    Workload("ImageNet head", "cross_entropy", (8192, 1000), dim=1),
-    Workload("Llama 2 vocabulary", "cross_entropy", (4096, 32000), dim=1),
-    Workload("GPT-2 vocabulary", "cross_entropy", (4096, 50257), dim=1, modes=FIRST_ORDER),
-    Workload("Llama 3 vocabulary", "cross_entropy", (2048, 128256), dim=1, quick=True),
-    Workload("Gemma vocabulary", "cross_entropy", (1024, 262144), dim=1),
+    Workload("ImageNet head", (8192, 1000), dim=1),
+    Workload("Llama 2 vocabulary", (4096, 32000), dim=1),
+    Workload("GPT-2 vocabulary", (4096, 50257), dim=1, modes=FIRST_ORDER),
+    Workload("Llama 3 vocabulary", (2048, 128256), dim=1, quick=True),
+    Workload("Gemma vocabulary", (1024, 262144), dim=1),
 )
-_RESIZED = ((unnamed("cross_entropy", (4096, 4096)), (4095, 1008)), (unnamed("cross_entropy", (64, 128256)), (63, 80)))
+_RESIZED = ((unnamed((4096, 4096)), (4095, 1008)), (unnamed((64, 128256)), (63, 80)))
 _SHAPES = [
     ((13, 31), make_options(dim=1)),
     ((0, 5), make_options(dim=1)),
@@ -178,10 +178,10 @@ CROSS_ENTROPY = Op(
     not_kept=("y",),
     rounds_once=False,
     gpu_workloads=_GPU,
-    cpu_workloads=(Workload("Llama 2 vocabulary", "cross_entropy", (256, 32000), "float32", dim=1, quick=True),),
+    cpu_workloads=(Workload("Llama 2 vocabulary", (256, 32000), "float32", dim=1, quick=True),),
     small_workloads=(
-        Workload("rows", "cross_entropy", (6, 20), "float32", dim=1),
-        Workload("inner", "cross_entropy", (4, 20, 5), "float32", dim=1),
+        Workload("rows", (6, 20), "float32", dim=1),
+        Workload("inner", (4, 20, 5), "float32", dim=1),
     ),
     passes={"forward": 1, "backward": 2, "jvp": 2, "hvp": 3, "double_backward": 3, "forward_backward": 3},
     constants=_classes_of,
@@ -213,7 +213,7 @@ SOFT_CROSS_ENTROPY = Op(
     num_kept=2,
     calls=_calls,
 )
-_linear = functools.partial(Workload, op="linear_cross_entropy", modes=(*FIRST_ORDER, "hvp"))
+_linear = functools.partial(Workload, modes=(*FIRST_ORDER, "hvp"))
 # It has no kernels of its own, and is tested by itself: of the bench alone, with labels.
 LINEAR_CROSS_ENTROPY = dataclasses.replace(
     CROSS_ENTROPY,

@@ -64,18 +64,18 @@ DROPOUT = Op(
     tiny=Sample((1, 3), make_options(p=0.4)),
     large=(Sample((3, 4099), make_options(p=0.4)),),
     not_kept=("x", "y"),
-    small_workloads=(Workload("large", "dropout", (40, 50), dtype="float32", modes=FIRST_ORDER),),
+    small_workloads=(Workload("large", (40, 50), dtype="float32"),),
     gpu_workloads=(
-        Workload("Llama 8B width", "dropout", (8192, 4096), modes=FIRST_ORDER, quick=True),
-        Workload("Llama 8B width", "dropout", (8192, 4096), dtype="float32", modes=FIRST_ORDER),
+        Workload("Llama 8B width", (8192, 4096), quick=True),
+        Workload("Llama 8B width", (8192, 4096), dtype="float32"),
     ),
     other_workloads=(
-        unnamed("dropout", (8192, 4096), modes=("batched",)),
-        unnamed("dropout", (512, 512), "float64", modes=("forward",)),
+        unnamed((8192, 4096), modes=("batched",)),
+        unnamed((512, 512), "float64", modes=("forward",)),
     ),
-    resized=((unnamed("dropout", (1024, 4096)), (1023, 400)),),
+    resized=((unnamed((1024, 4096)), (1023, 400)),),
     calls=_calls,
-    modes=("forward", "batched"),
+    modes=(*FIRST_ORDER, "batched"),
     # y_bar alone gives x_bar: what is dropped is drawn anew.
     passes={**PASSES, "backward": 2, "forward_backward": 4},
 )

@@ -79,29 +79,28 @@ GROUP_NORM = dataclasses.replace(
     tiny=Sample((1, 2, 2), _ONE),
     large=(Sample((1, 4, 17_000), _TWO), Sample((2_100, 4, 3), _TWO), Sample((2, 600, 9), _TWO)),
     small_workloads=(
-        Workload("affine", "group_norm", (2, 4, 5, 5), dtype="float32"),
-        Workload("plain", "group_norm", (2, 4, 5, 5), dtype="float32", affine=False),
-        Workload("other order", "group_norm", (2, 4, 5, 5), dtype="float32", channels_last=True),
+        Workload("affine", (2, 4, 5, 5), dtype="float32"),
+        Workload("plain", (2, 4, 5, 5), dtype="float32", affine=False),
+        Workload("other order", (2, 4, 5, 5), dtype="float32", channels_last=True),
     ),
     gpu_workloads=(
-        Workload("Stable Diffusion, first level", "group_norm", (2, 320, 64, 64), quick=True),
-        Workload("Stable Diffusion, last level", "group_norm", (2, 1280, 16, 16)),
+        Workload("Stable Diffusion, first level", (2, 320, 64, 64), quick=True),
+        Workload("Stable Diffusion, last level", (2, 1280, 16, 16)),
     ),
-    cpu_workloads=(Workload("Stable Diffusion, last level", "group_norm", (2, 1280, 16, 16), "float32", quick=True),),
+    cpu_workloads=(Workload("Stable Diffusion, last level", (2, 1280, 16, 16), "float32", quick=True),),
     other_workloads=(
         # DDPM on CIFAR, and positions whose number is not a power of two.
-        unnamed("group_norm", (32, 512, 8, 8)),
-        unnamed("group_norm", (2, 320, 96, 96), modes=FIRST_ORDER),
+        unnamed((32, 512, 8, 8)),
+        unnamed((2, 320, 96, 96), modes=FIRST_ORDER),
         # Of first order: in second, addresses of runs of ten channels spill 16 bytes (hvp, sm_90).
-        unnamed("group_norm", (2, 320, 64, 64), channels_last=True, modes=FIRST_ORDER),
-        unnamed("group_norm", (32, 256, 14, 14), dtype="float32", modes=FIRST_ORDER),
+        unnamed((2, 320, 64, 64), channels_last=True, modes=FIRST_ORDER),
+        unnamed((32, 256, 14, 14), dtype="float32", modes=FIRST_ORDER),
     ),
     resized=(),
     calls=_calls,
     options=_options,
 )
 # Its second order is products of full size, and group norm's.
-_of_silu = functools.partial(dataclasses.replace, op="group_norm_silu", modes=FIRST_ORDER)
 GROUP_NORM_SILU = dataclasses.replace(
     GROUP_NORM,
     name="group_norm_silu",
@@ -112,10 +111,7 @@ GROUP_NORM_SILU = dataclasses.replace(
     torch_function=None,
     truth=_true_group_norm_silu,
     not_kept=("y",),
-    small_workloads=tuple(_of_silu(w) for w in GROUP_NORM.small_workloads),
-    gpu_workloads=tuple(_of_silu(w) for w in GROUP_NORM.gpu_workloads),
-    cpu_workloads=tuple(_of_silu(w) for w in GROUP_NORM.cpu_workloads),
-    other_workloads=tuple(_of_silu(w) for w in GROUP_NORM.other_workloads[-2:]),
+    other_workloads=GROUP_NORM.other_workloads[-2:],
     calls=functools.partial(_calls, silu=True),
     modes=FIRST_ORDER,
 )

@@ -61,8 +61,8 @@ INSTANCE_NORM = BATCH_NORM.sibling(
     small=Sample((2, 2, 3)),
     tiny=Sample((1, 2, 2), absent=NO_RUNNING),
     large=(Sample((2, 3, 17_000)),),
-    small_workloads=(Workload("first", "instance_norm", (2, 2, 16, 16), dtype="float32"),),
-    gpu_workloads=(Workload("style transfer", "instance_norm", (8, 128, 64, 64), modes=FIRST_ORDER, quick=True),),
-    cpu_workloads=(Workload("style transfer", "instance_norm", (2, 128, 64, 64), "float32", quick=True),),
+    small_workloads=(Workload("first", (2, 2, 16, 16), dtype="float32"),),
+    gpu_workloads=(Workload("style transfer", (8, 128, 64, 64), modes=FIRST_ORDER, quick=True),),
+    cpu_workloads=(Workload("style transfer", (2, 128, 64, 64), "float32", quick=True),),
     calls=_calls,
 )

@@ -31,27 +31,27 @@ class LogSoftmax(RowMapOperands):
 
 
 _GPU = (
-    Workload("ImageNet head", "log_softmax", (8192, 1000)),
-    Workload("attention rows", "log_softmax", (32768, 1024)),
-    Workload("attention rows", "log_softmax", (8192, 4096), whole=True),
-    Workload("odd", "log_softmax", (8192, 4097), whole=True),
-    Workload("odd", "log_softmax", (8192, 5124), modes=FIRST_ORDER),
-    Workload("Llama 2 vocabulary", "log_softmax", (4096, 32000), whole=True),
-    Workload("GPT-2 vocabulary", "log_softmax", (4096, 50257), whole=True),
-    Workload("GPT-2 vocabulary", "log_softmax", (4096, 50257), dtype="float32", modes=FIRST_ORDER),
-    Workload("long rows", "log_softmax", (2048, 65536)),
-    Workload("Llama 3 vocabulary", "log_softmax", (2048, 128256), quick=True),
-    Workload("long rows", "log_softmax", (1024, 131072), dtype="float16", modes=FIRST_ORDER),
-    Workload("Gemma vocabulary", "log_softmax", (1024, 262144)),
-    Workload("segmentation", "log_softmax", (16, 21, 512, 512), dim=1, modes=FIRST_ORDER),
+    Workload("ImageNet head", (8192, 1000)),
+    Workload("attention rows", (32768, 1024)),
+    Workload("attention rows", (8192, 4096), whole=True),
+    Workload("odd", (8192, 4097), whole=True),
+    Workload("odd", (8192, 5124), modes=FIRST_ORDER),
+    Workload("Llama 2 vocabulary", (4096, 32000), whole=True),
+    Workload("GPT-2 vocabulary", (4096, 50257), whole=True),
+    Workload("GPT-2 vocabulary", (4096, 50257), dtype="float32", modes=FIRST_ORDER),
+    Workload("long rows", (2048, 65536)),
+    Workload("Llama 3 vocabulary", (2048, 128256), quick=True),
+    Workload("long rows", (1024, 131072), dtype="float16", modes=FIRST_ORDER),
+    Workload("Gemma vocabulary", (1024, 262144)),
+    Workload("segmentation", (16, 21, 512, 512), dim=1, modes=FIRST_ORDER),
 )
 OF_CURVATURE = ("backward_of_jvp", "x_only", "gradient_backward")
 _OTHER = (
-    unnamed("log_softmax", (65536, 24), modes=FIRST_ORDER),
-    unnamed("log_softmax", (512, 512), "float64"),
-    unnamed("log_softmax", (8192, 4096), modes=OF_CURVATURE),
-    unnamed("log_softmax", (2048, 128256), modes=OF_CURVATURE),
-    unnamed("log_softmax", (16, 5000, 96), "float32", dim=1),
+    unnamed((65536, 24), modes=FIRST_ORDER),
+    unnamed((512, 512), "float64"),
+    unnamed((8192, 4096), modes=OF_CURVATURE),
+    unnamed((2048, 128256), modes=OF_CURVATURE),
+    unnamed((16, 5000, 96), "float32", dim=1),
 )
 LOG_SOFTMAX = row_map(
     "log_softmax",
@@ -68,8 +68,8 @@ LOG_SOFTMAX = row_map(
     rounds_between=True,
     gpu_workloads=_GPU,
     cpu_workloads=(
-        Workload("ImageNet head", "log_softmax", (2048, 1000), dtype="float32", quick=True),
-        Workload("GPT-2 vocabulary", "log_softmax", (64, 50257), dtype="float32"),
+        Workload("ImageNet head", (2048, 1000), dtype="float32", quick=True),
+        Workload("GPT-2 vocabulary", (64, 50257), dtype="float32"),
     ),
     other_workloads=_OTHER,
 )

@@ -127,7 +127,14 @@ class Op:
         for name, functions in (("function", pr.functional), ("torch_function", F)):
             if getattr(self, name) is None:
                 object.__setattr__(self, name, functools.partial(self.call, functions))
+        for kind in ("small_workloads", "gpu_workloads", "cpu_workloads", "other_workloads"):
+            object.__setattr__(self, kind, tuple(map(self._own, getattr(self, kind))))
+        object.__setattr__(self, "resized", tuple((self._own(workload), sizes) for workload, sizes in self.resized))
         RECORDS.setdefault(self.name, self)
+
+    def _own(self, workload: Workload) -> Workload:
+        modes = tuple(mode for mode in workload.modes or KERNEL_MODES if mode in self.modes)
+        return dataclasses.replace(workload, op=self.name, modes=modes)
 
     def sibling(self, name: str, arguments: tuple[str, ...], **changes: Any) -> Op:
         """The record of another op on the same primitives, with these of the arguments, and few of the samples.
@@ -146,7 +153,6 @@ class Op:
             "differentiable": tuple(argument for argument in self.differentiable if argument not in absent),
             "not_kept": tuple(argument for argument in self.not_kept if argument not in absent),
             "samples": tuple(samples.values()),
-            "small_workloads": tuple(dataclasses.replace(w, op=name) for w in self.small_workloads),
         }
         own = dict.fromkeys(("function", "torch_function")) | {"function_name": ""}
         workloads = dict.fromkeys(("gpu_workloads", "cpu_workloads", "other_workloads", "resized"), ())

@@ -27,12 +27,12 @@ RMS_NORM = LAYER_NORM.sibling(
     call=_rms_norm,
     truth=_true_rms_norm,
     gpu_workloads=(
-        Workload("Llama 8B", "rms_norm", (8192, 4096), quick=True),
-        Workload("Llama 405B", "rms_norm", (4096, 16384)),
-        Workload("long rows", "rms_norm", (512, 131072), modes=FIRST_ORDER),
+        Workload("Llama 8B", (8192, 4096), quick=True),
+        Workload("Llama 405B", (4096, 16384)),
+        Workload("long rows", (512, 131072), modes=FIRST_ORDER),
     ),
     # The heads of queries and keys.
-    other_workloads=(unnamed("rms_norm", (1 << 18, 128), modes=FIRST_ORDER),),
+    other_workloads=(unnamed((1 << 18, 128), modes=FIRST_ORDER),),
     calls=functools.partial(row_norm_calls, centered=False),
     num_params=1,
 )

@@ -28,7 +28,6 @@ class Workload:
     Attributes:
         name: Which model the shape comes from. Llama itself has RMS norms, of which layer norm at the same width is
             the neighbor.
-        op: Name of a record; `batch_norm_eval` is batch norm with given statistics.
         shape: Of the input. Layer norm normalizes its last dim, log-softmax reduces `dim`, batch norm has channels in
             dim 1, in either memory format; attention has queries `(batch, heads, tokens, width)`.
         affine: Whether a norm has a weight and a bias.
@@ -37,13 +36,14 @@ class Workload:
         classes: Of the linear layer before a loss.
         masked: Whether attention has a bias, a mask and dropout, or softmax a scale and a mask, which no step of the
             bench has.
-        modes: The modes that its kernels are compiled and, if asked for, measured in on a GPU.
+        modes: The modes that its kernels are compiled and, if asked for, measured in on a GPU; by default those of
+            `KERNEL_MODES`. The record leaves out others than its own.
         quick: Whether it is one of the few of a quick run.
         whole: Whether a full run measures all of its modes, as it does of the quick ones; the others' `BASIC_MODES`.
+        op: Name of its record, which sets it; `batch_norm_eval` is batch norm with given statistics.
     """
 
     name: str
-    op: str
     shape: tuple[int, ...]
     dtype: str = "bfloat16"
     dim: int = -1
@@ -53,9 +53,10 @@ class Workload:
     causal: bool = False
     classes: int = 0
     masked: bool = False
-    modes: tuple[str, ...] = KERNEL_MODES
+    modes: tuple[str, ...] = ()
     quick: bool = False
     whole: bool = False
+    op: str = ""
 
     @property
     def record(self) -> Any:

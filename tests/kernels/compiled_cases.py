@@ -102,7 +102,7 @@ def loops(chip_name: str, *ahead: str) -> None:
 
 def faults(chip_name: str) -> None:
     """A layer norm backward with a mistake in its plan breaks the rules: too few warps, or no alignment."""
-    workload = unnamed("layer_norm", (8192, 4096))
+    workload = unnamed((8192, 4096), op="layer_norm")
     (launch, *_) = launches(chip_name, workload, lambda: launch_mode(workload, "backward"))
     # The compiler takes no more registers than leave room for the other programs.
     mistakes = ({"num_warps": launch.constants["num_warps"] // 2}, "registers"), ({"ALIGN": 1}, "narrow")
