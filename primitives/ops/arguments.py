@@ -72,6 +72,17 @@ def _pair(op_name: str, label: str, x: Tensor, shape: tuple[int, ...], what: str
         raise DtypeError(f"{op_name}: {' and '.join(given)} must have the same dtype, got {listed}.")
 
 
+def broadcasts(op_name: str, name: str, x: Tensor | None, shape: Sequence[int], what: str) -> None:
+    """Raise unless `x` can be broadcast to `shape`, which is `what`."""
+    if x is None:
+        return
+    last = shape[len(shape) - x.dim() :]
+    if x.dim() > len(shape) or any(n not in (1, full) for n, full in zip(x.shape, last, strict=True)):
+        raise ShapeError(
+            f"{op_name}: {name} must broadcast to the shape {_list(shape)} of {what}, got {_list(x.shape)}."
+        )
+
+
 def normalized_shape(op_name: str, shape: Sequence[int]) -> tuple[int, ...]:
     """`shape` as a tuple, checked to be a non-empty sequence of sizes."""
     if not isinstance(shape, (tuple, Sequence)):
@@ -284,11 +295,7 @@ def softmax(
 
 def _mask(op_name: str, label: str, x: Tensor, dtype: torch.dtype | None, mask: Tensor) -> None:
     """Raise unless the mask can be broadcast to `x`, and is boolean or of a dtype that sums of it are taken in."""
-    last = x.shape[x.dim() - mask.dim() :] if mask.dim() <= x.dim() else ()
-    if mask.dim() > x.dim() or any(n not in (1, full) for n, full in zip(mask.shape, last, strict=True)):
-        raise ShapeError(
-            f"{op_name}: mask must broadcast to the shape {_list(x.shape)} of {label}, got {_list(mask.shape)}."
-        )
+    broadcasts(op_name, "mask", mask, x.shape, label)
     if mask.device != x.device:
         raise DeviceError(f"{op_name}: mask must be on the device of {label}, {x.device}, got {mask.device}.")
     is_wide = torch.float64 in (x.dtype, dtype)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from primitives._core.errors import DeviceError, DtypeError, ShapeError
 from primitives._core.trees.leaves import require_dense
-from primitives.ops.arguments import floating, probability
+from primitives.ops.arguments import broadcasts, floating, probability
 from primitives.ops.dropout.words import MAX_SEED
 
 MIN_DIM = 2
@@ -93,7 +93,8 @@ def attention(
         raise ShapeError(f"{op_name}: {value} must have the {k.shape[-2]} rows of {key}, got {list(v.shape)}.")
     lead = _axes_before_rows(op_name, rows, shares_heads)
     for name, x in given[:2]:
-        _pairs(op_name, name, x, (*lead, q.shape[-2], k.shape[-2]))
+        shape = (*lead, q.shape[-2], k.shape[-2])
+        broadcasts(op_name, name, x, shape, "the scores, [*batch, heads, rows, keys]")
 
 
 def _dense(op_name: str, name: str, x: Any) -> None:
@@ -167,15 +168,3 @@ def _broadcast(shapes: Sequence[Sequence[int]]) -> tuple[int, ...] | None:
         return tuple(torch.broadcast_shapes(*[tuple(shape) for shape in shapes]))
     except RuntimeError:
         return None
-
-
-def _pairs(op_name: str, name: str, x: Tensor | None, shape: Sequence[int]) -> None:
-    """Raise unless `x` can be broadcast to `shape`, [*batch, heads, rows, keys]."""
-    if x is None:
-        return
-    last = shape[len(shape) - x.dim() :]
-    if x.dim() > len(shape) or any(n not in (1, full) for n, full in zip(x.shape, last, strict=True)):
-        raise ShapeError(
-            f"{op_name}: {name} must broadcast to the shape {list(shape)} of the scores, [*batch, heads, rows, keys], "
-            f"got {list(x.shape)}."
-        )
