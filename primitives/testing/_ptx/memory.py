@@ -184,7 +184,9 @@ class Global(Memory):
 
     lost = "block race"
 
-    def __init__(self, tensors: Iterable[tuple[str, Tensor]], unwritten: Mapping[UntypedStorage, Array], faults: Faults) -> None:
+    def __init__(
+        self, tensors: Iterable[tuple[str, Tensor]], unwritten: Mapping[UntypedStorage, Array], faults: Faults
+    ) -> None:
         super().__init__(faults)
         found: dict[int, tuple[UntypedStorage, list[str], Array]] = {}
         for name, each in tensors:
