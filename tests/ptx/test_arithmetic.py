@@ -10,16 +10,19 @@ import pytest
 from primitives.testing._ptx.code import UnsupportedInstructionError
 from tests.ptx.running import compute, run
 
-NAN, INF = float("nan"), float("inf")
+INF = float("inf")
+# The only one that chips have.
+NAN = float(np.uint32(0x7FFFFFFF).view(np.float32))
 TINY = 1e-40  # A subnormal number in float32.
+ONE, HALF_UNIT, UNIT = 0x3F80, 0x3B80, 0x3C00  # In bfloat16 1, and of its last place half a unit and one.
 
 
 def bits(values, kind):
     return np.asarray(values, kind).view(f"u{np.dtype(kind).itemsize}").tolist()
 
 
-# The result's kind, the operand's, the numbers, and what comes of them.
-CONVERSIONS = {
+# Of an instruction the kinds of its result and operands, these, and what comes of them.
+RESULTS = {
     "cvt.rn.bf16.f32": (
         *("bf16 f32", [1.0, 1.00390625, 1.01171875, 3.4e38, NAN, -INF, 1.003907]),
         [0x3F80, 0x3F80, 0x3F82, 0x7F80, 0x7FFF, 0xFF80, 0x3F81],
@@ -42,62 +45,73 @@ CONVERSIONS = {
     "cvt.rni.f32.f32": ("f32 f32", [0.5, 1.5, -0.25], [0.0, 2.0, -0.0]),
     "cvt.sat.f32.f32": ("f32 f32", [-1.0, 0.25, 7.0], [0.0, 0.25, 1.0]),
     "cvt.ftz.f32.f32": ("f32 f32", [TINY, -TINY], [0.0, -0.0]),
+    # The first goes into the upper half.
+    "cvt.rn.bf16x2.f32": ("b32 f32 f32", [1.0], [-2.0], [0x3F80C000]),
+    # Zeros have signs here: -0.0 is the lesser.
+    **{
+        f"{form}.f32": ("f32 f32 f32", [NAN, 2.0, 0.0, -0.0, 1.0], [2.0, NAN, -0.0, 0.0, -INF], expected)
+        for form, expected in {
+            "min": [2.0, 2.0, -0.0, -0.0, -INF],
+            "max": [2.0, 2.0, 0.0, 0.0, 1.0],
+            "min.NaN": [NAN, NAN, -0.0, -0.0, -INF],
+            "max.NaN": [NAN, NAN, 0.0, 0.0, 1.0],
+        }.items()
+    },
+    "shl.b32": ("b32 b32 u32", 1, [0, 31, 32, 2**31], [1, 2**31, 0, 0]),
+    "shr.u32": ("u32 u32 u32", 2**31, [0, 31, 32, 99], [2**31, 1, 0, 0]),
+    "shr.s32": ("s32 s32 u32", -8, [1, 31, 32, 99], [-4, -1, -1, -1]),
+    "shr.s64": ("s64 s64 u32", -8, [1, 63, 64], [-4, -1, -1]),
+    "shl.b16": ("b16 b16 u32", 3, [15, 16], [2**15, 0]),
+    # Amounts wrap at 32.
+    **{
+        f"shf.{side}.wrap.b32": ("b32 b32 b32 u32", 0x12345678, 0x9ABCDEF0, [32, 4, 31], expected)
+        for side, expected in (("l", [0x9ABCDEF0, 0xABCDEF01, 0x91A2B3C]), ("r", [0x12345678, 0x1234567, 0x3579BDE0]))
+    },
+    # Rounded to zero.
+    "div.s32": ("s32 s32 s32", [7, -7, 7, -7, -(2**31)], [2, 2, -2, -2, 3], [3, -3, -3, 3, -715827882]),
+    "rem.s32": ("s32 s32 s32", [7, -7, 7, -7, -(2**31)], [2, 2, -2, -2, 3], [1, -1, 1, -1, -2]),
+    # Bytes, or their signs.
+    "prmt.b32": (
+        *("b32 b32 b32 b32", 0x80706050, 0x10FF3020, [0x3210, 0x7654, 0xBE50]),
+        [0x80706050, 0x10FF3020, 0xFFFF3050],
+    ),
+    # Half by half, each rounded once.
+    "fma.rn.bf16x2": (
+        *("b32 b32 b32 b32", ONE << 16 | ONE, HALF_UNIT << 16 | UNIT, ONE << 16 | ONE),
+        [ONE << 16 | ONE + 1],
+    ),
+    "fma.rn.f32": ("f32 f32 f32 f32", [INF, NAN, 0.0], [1.0, 1.0, INF], [-INF, 1.0, 1.0], [NAN] * 3),
+    "mul.ftz.f32": ("f32 f32 f32", [TINY, 1e-30, 2.0], [1e10, 1e-10, -TINY], [0.0, 0.0, -0.0]),
+    "mul.f32": ("f32 f32 f32", [2.0**-100], [2.0**-40], [2.0**-140]),
+    # With NaN, comparisons are ordered or not; of integers they have a sign or not.
+    **{
+        f"setp.{how}.f32 %p1, {{1}}, {{2}}; selp.b32 {{0}}, 1, 0, %p1": ("b32 f32 f32", [1.0, 2.0, NAN], 2.0, expected)
+        for how, expected in {
+            **{"eq": [0, 1, 0], "ne": [1, 0, 0], "lt": [1, 0, 0], "le": [1, 1, 0], "gt": [0, 0, 0], "ge": [0, 1, 0]},
+            **{"equ": [0, 1, 1], "neu": [1, 0, 1], "ltu": [1, 0, 1], "geu": [0, 1, 1]},
+            **{"num": [1, 1, 0], "nan": [0, 0, 1]},
+        }.items()
+    },
+    **{
+        f"setp.{how} %p1, {{1}}, {{2}}; selp.b32 {{0}}, 1, 0, %p1": ("b32 b32 b32", 2**32 - 1, 5, [expected])
+        for how, expected in (("lt.s32", 1), ("lo.u32", 0), ("lt.u32", 0), ("hi.u32", 1))
+    },
+    # Predicates combine, and guard.
+    """setp.lt.s32 %p1, {1}, 3; setp.gt.and.s32 %p2, {1}, 0, %p1; not.pred %p3, %p2;
+    mov.b32 {0}, 7; @%p2 mov.b32 {0}, 8; @!%p1 add.s32 {0}, {0}, 100; @%p3 add.s32 {0}, {0}, 1000""": (
+        *("b32 s32", [0, 1, 2, 3]),
+        [1007, 8, 8, 1107],
+    ),
 }
 
 
-@pytest.mark.parametrize("form", CONVERSIONS)
-def test_cvt(form):
-    kinds, values, expected = CONVERSIONS[form]
-    found = compute(f"{form} {{0}}, {{1}}", kinds, values)
+@pytest.mark.parametrize("form", RESULTS, ids=lambda form: form.split()[0])
+def test_results(form):
+    """Bit by bit."""
+    kinds, *operands, expected = RESULTS[form]
+    places = ", ".join(f"{{{number}}}" for number in range(len(operands) + 1))
+    found = compute(form if "{" in form else f"{form} {places}", kinds, *operands)
     assert bits(found, found.dtype) == bits(expected, found.dtype)
-
-
-def test_cvt_of_two_puts_the_first_into_the_upper_half():
-    found = compute("cvt.rn.bf16x2.f32 {0}, {1}, {2}", "b32 f32 f32", [1.0], [-2.0])
-    assert found.tolist() == [0x3F80C000]
-
-
-# Zeros have signs here: -0.0 is the lesser.
-@pytest.mark.parametrize(
-    "form, expected",
-    [
-        ("min.f32", [2.0, 2.0, -0.0, -0.0, -INF]),
-        ("max.f32", [2.0, 2.0, 0.0, 0.0, 1.0]),
-        ("min.NaN.f32", [NAN, NAN, -0.0, -0.0, -INF]),
-        ("max.NaN.f32", [NAN, NAN, 0.0, 0.0, 1.0]),
-    ],
-)
-def test_extrema(form, expected):
-    found = compute(
-        f"{form} {{0}}, {{1}}, {{2}}", "f32 f32 f32", [NAN, 2.0, 0.0, -0.0, 1.0], [2.0, NAN, -0.0, 0.0, -INF]
-    )
-    np.testing.assert_array_equal(found, np.float32(expected))
-    assert (np.signbit(found) == np.signbit(expected))[2:].all()
-
-
-@pytest.mark.parametrize(
-    "form, kinds, value, by, expected",
-    [
-        ("shl.b32", "b32 b32 u32", 1, [0, 31, 32, 2**31], [1, 2**31, 0, 0]),
-        ("shr.u32", "u32 u32 u32", 2**31, [0, 31, 32, 99], [2**31, 1, 0, 0]),
-        ("shr.s32", "s32 s32 u32", -8, [1, 31, 32, 99], [-4, -1, -1, -1]),
-        ("shr.s64", "s64 s64 u32", -8, [1, 63, 64], [-4, -1, -1]),
-        ("shl.b16", "b16 b16 u32", 3, [15, 16], [2**15, 0]),
-    ],
-)
-def test_shifts(form, kinds, value, by, expected):
-    assert compute(f"{form} {{0}}, {{1}}, {{2}}", kinds, value, by).tolist() == expected
-
-
-@pytest.mark.parametrize(
-    "side, expected", [("l", [0x9ABCDEF0, 0xABCDEF01, 0x91A2B3C]), ("r", [0x12345678, 0x1234567, 0x3579BDE0])]
-)
-def test_shifts_of_two_words(side, expected):
-    """Amounts wrap at 32."""
-    found = compute(
-        f"shf.{side}.wrap.b32 {{0}}, {{1}}, {{2}}, {{3}}", "b32 b32 b32 u32", 0x12345678, 0x9ABCDEF0, [32, 4, 31]
-    )
-    assert found.tolist() == expected
 
 
 def field_of(value, start, length, width, is_signed):
@@ -147,17 +161,6 @@ def test_products_of_integers(kind):
         assert found.tolist() == wrapped([n + 5 for n in exact], 2 * width)
 
 
-def test_division_rounds_to_zero():
-    a, b = [7, -7, 7, -7, -(2**31)], [2, 2, -2, -2, 3]
-    assert compute("div.s32 {0}, {1}, {2}", "s32 s32 s32", a, b).tolist() == [3, -3, -3, 3, -715827882]
-    assert compute("rem.s32 {0}, {1}, {2}", "s32 s32 s32", a, b).tolist() == [1, -1, 1, -1, -2]
-
-
-def test_prmt_takes_bytes_and_their_signs():
-    found = compute("prmt.b32 {0}, {1}, {2}, {3}", "b32 b32 b32 b32", 0x80706050, 0x10FF3020, [0x3210, 0x7654, 0xBE50])
-    assert [f"{n:08x}" for n in found.tolist()] == ["80706050", "10ff3020", "ffff3050"]
-
-
 def rounded(number, kind):
     """A fraction rounded to nearest, ties to even, from the two floating-point numbers around it."""
     near = np.dtype(kind).type(float(number))
@@ -189,14 +192,6 @@ def test_fma_of_doubles_keeps_the_error_of_the_product():
     assert found[2] == 0
 
 
-def test_packed_arithmetic_rounds_each_half_once():
-    one, eps = 0x3F80, 0x3C00  # 1 and 2^-7 in bfloat16: 2^-8 is half a unit in the last place.
-    found = compute(
-        "fma.rn.bf16x2 {0}, {1}, {2}, {3}", "b32 b32 b32 b32", one << 16 | one, 0x3B80 << 16 | eps, one << 16 | one
-    )
-    assert found.tolist() == [0x3F80 << 16 | 0x3F81]
-
-
 @pytest.mark.parametrize("op, bound", [("ex2", 2**-22.5), ("rsqrt", 2**-22.9), ("lg2", 2**-22.6), ("tanh", 2**-11)])
 def test_approximations_are_as_far_off_as_they_may_be_and_no_further(op, bound):
     x = np.linspace(1.5, 9.5, 500, dtype=np.float32)
@@ -207,42 +202,6 @@ def test_approximations_are_as_far_off_as_they_may_be_and_no_further(op, bound):
         # And the rounding of the result itself.
         assert error.max() <= share * bound + 2**-24
         assert error.max() >= share * bound / 2
-
-
-def test_nan_is_the_same_whatever_it_comes_from():
-    found = compute(
-        "fma.rn.f32 {0}, {1}, {2}, {3}", "b32 f32 f32 f32", [INF, NAN, 0.0], [1.0, 1.0, INF], [-INF, 1.0, 1.0]
-    )
-    assert found.tolist() == [0x7FFFFFFF] * 3
-
-
-def test_ftz_flushes_what_goes_in_and_what_comes_out():
-    found = compute("mul.ftz.f32 {0}, {1}, {2}", "f32 f32 f32", [TINY, 1e-30, 2.0], [1e10, 1e-10, -TINY])
-    assert bits(found, "f4") == bits([0.0, 0.0, -0.0], "f4")
-    assert compute("mul.f32 {0}, {1}, {2}", "f32 f32 f32", [1e-30], [1e-10]) > 0
-
-
-ORDERED = {"eq": [0, 1, 0], "ne": [1, 0, 0], "lt": [1, 0, 0], "le": [1, 1, 0], "gt": [0, 0, 0], "ge": [0, 1, 0]}
-UNORDERED = {"equ": [0, 1, 1], "neu": [1, 0, 1], "ltu": [1, 0, 1], "geu": [0, 1, 1], "num": [1, 1, 0], "nan": [0, 0, 1]}
-
-
-@pytest.mark.parametrize("how", {**ORDERED, **UNORDERED})
-def test_comparisons_with_nan(how):
-    body = f"setp.{how}.f32 %p1, {{1}}, {{2}}; selp.b32 {{0}}, 1, 0, %p1"
-    found = compute(body, "b32 f32 f32", [1.0, 2.0, NAN], [2.0, 2.0, 2.0])
-    assert found.tolist() == {**ORDERED, **UNORDERED}[how]
-
-
-def test_comparisons_of_integers_have_a_sign_or_not():
-    for how, kind, expected in (("lt", "s32", 1), ("lo", "u32", 0), ("lt", "u32", 0), ("hi", "u32", 1)):
-        found = compute(f"setp.{how}.{kind} %p1, {{1}}, {{2}}; selp.b32 {{0}}, 1, 0, %p1", "b32 b32 b32", 2**32 - 1, 5)
-        assert found.tolist() == [expected]
-
-
-def test_predicates_combine_and_guard():
-    body = """setp.lt.s32 %p1, {1}, 3; setp.gt.and.s32 %p2, {1}, 0, %p1; not.pred %p3, %p2;
-    mov.b32 {0}, 7; @%p2 mov.b32 {0}, 8; @!%p1 add.s32 {0}, {0}, 100; @%p3 add.s32 {0}, {0}, 1000"""
-    assert compute(body, "b32 s32", [0, 1, 2, 3]).tolist() == [1007, 8, 8, 1107]
 
 
 def test_narrow_loads_fill_their_registers():

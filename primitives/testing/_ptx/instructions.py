@@ -85,8 +85,8 @@ def load(machine: Machine, instruction: Instruction, mask: Any) -> None:
     if "param" in instruction.qualifiers:
         machine.put(names[0], machine.get(address.base, dtype).astype(widened), mask)
         return
-    lanes, memory = machine.lanes_of(mask), machine.space(instruction)
-    at = machine.addresses(instruction, address, mask, memory)
+    memory = machine.space(instruction)
+    lanes, at = machine.reach(instruction, address, mask, memory)
     values, undefined = memory.load(instruction, lanes, at, len(names), dtype)
     machine.put_each(names, values.astype(widened), mask, undefined)
 
@@ -95,8 +95,8 @@ def load(machine: Machine, instruction: Instruction, mask: Any) -> None:
 def store(machine: Machine, instruction: Instruction, mask: Any) -> None:
     """To shared or global memory."""
     (names, dtype), address = _vector(instruction, instruction.operands[1]), instruction.operands[0]
-    lanes, memory = machine.lanes_of(mask), machine.space(instruction)
-    at = machine.addresses(instruction, address, mask, memory)
+    memory = machine.space(instruction)
+    lanes, at = machine.reach(instruction, address, mask, memory)
     values = np.stack([machine.full(each, UNSIGNED[dtype.itemsize], mask) for each in names], 1)
     if memory is machine.memory:
         machine.must_be_defined(instruction, names, mask, "what is stored")
@@ -115,7 +115,7 @@ def update(machine: Machine, instruction: Instruction, mask: Any) -> None:
     if len(form) != 1 or isinstance(operands[0], tuple) or machine.space(instruction) is not memory:
         raise instruction.unsupported()
     machine.must_be_defined(instruction, operands, mask, "what is stored")
-    at = memory.place(instruction, machine.addresses(instruction, address, mask, memory), dtype.itemsize)
+    at = memory.place(instruction, machine.reach(instruction, address, mask, memory)[1], dtype.itemsize)
     view, values = memory.data.view(dtype), [machine.full(each, dtype, mask) for each in operands]
     old = np.zeros(len(at), dtype)
     for number, index in enumerate(at // dtype.itemsize):
@@ -129,9 +129,9 @@ def copy(machine: Machine, instruction: Instruction, mask: Any) -> None:
     """`cp.async` from global to shared memory: its groups, and the waits for them."""
     form = instruction.qualifiers[1]
     if form == "commit_group":
-        machine.copy_groups[mask] += 1
+        machine.copies.close(mask)
     elif form in ("wait_group", "wait_all"):
-        _land_copies(machine, mask, *map(int, instruction.operands))
+        machine.copies.wait(mask, *map(int, instruction.operands))
     elif form in ("ca", "cg"):
         _begin_copy(machine, instruction, mask)
     else:
@@ -140,32 +140,19 @@ def copy(machine: Machine, instruction: Instruction, mask: Any) -> None:
 
 def _begin_copy(machine: Machine, instruction: Instruction, mask: Any) -> None:
     to, source, text, *rest = instruction.operands
-    size, lanes = int(text, 0), machine.lanes_of(mask)
+    size, numbers = int(text, 0), machine.lanes_of(mask).numbers
     # A number of bytes, behind which zeros follow, and a policy of caches.
     rest = rest[: len(rest) - any("cache_hint" in each for each in instruction.qualifiers)]
     used = machine.full(rest[0] if rest else text, _U32, mask)
     if not ((used == 0) | (used == size)).all():
         raise instruction.unsupported()
-    reading, (data, undefined) = lanes.numbers[used > 0], np.zeros((2, len(used), size), np.uint8)
-    if reading.size:
-        at = machine.addresses(instruction, source, reading, machine.memory)
-        found = machine.memory.load(instruction, machine.lanes_of(reading), at, size, KINDS["u8"])
-        data[used > 0], undefined[used > 0] = found
-    at = machine.addresses(instruction, to, mask, machine.shared)
-    at = machine.shared.begin_copy(instruction, lanes, at, size)
-    machine.copies.append((lanes.numbers, machine.copy_groups[mask].copy(), at, data, undefined))
+    data, undefined = np.zeros((2, len(used), size), np.uint8)
+    if (reading := used > 0).any():
+        lanes, at = machine.reach(instruction, source, numbers[reading], machine.memory)
+        data[reading], undefined[reading] = machine.memory.load(instruction, lanes, at, size, KINDS["u8"])
+    to = machine.shared.begin_copy(instruction, *machine.reach(instruction, to, mask, machine.shared), size)
 
+    def land(done: Any) -> None:
+        machine.shared.land(machine.lanes_of(numbers[done]), to[done], data[done], undefined[done])
 
-def _land_copies(machine: Machine, mask: Any, left: int = -1) -> None:
-    """All but the last `left` groups of each thread; without a number also what is in no group yet."""
-    is_waiting, remaining = np.zeros(machine.lanes, bool), []
-    is_waiting[mask] = True
-    for copies in machine.copies:
-        numbers, groups, *_ = copies
-        done = (groups < machine.copy_groups[numbers] - left) & is_waiting[numbers]
-        if done.any():
-            landed, _, *rest = (each[done] for each in copies)
-            machine.shared.land(machine.lanes_of(landed), *rest)
-        if not done.all():
-            remaining.append(tuple(each[~done] for each in copies))
-    machine.copies = remaining
+    machine.copies.begin(numbers, land)

@@ -85,16 +85,13 @@ class Launched(NamedTuple):
 class Emulation(TorchDispatchMode):
     """Launches in a context, what is wrong about them, and which bytes of storages nobody has written."""
 
-    def __init__(
-        self, is_approximate: bool = False, edit: Callable[[str, str], str] | None = None,
-        alter: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, is_approximate: bool = False, edit: Callable[[str, str], str] = lambda kernel, ptx: ptx) -> None:
         super().__init__()
         self.faults: list[Fault] = []
         self.launches: list[Launched] = []
         # Forgotten with their storage, whose address may come again.
         self._unwritten: WeakKeyDictionary[UntypedStorage, Array] = WeakKeyDictionary()
-        self._is_approximate, self._edit, self._alter = is_approximate, edit, alter
+        self._is_approximate, self._edit = is_approximate, edit
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -115,17 +112,14 @@ class Emulation(TorchDispatchMode):
         names = function.arg_names
         values = {each.name: each.default for each in function.params if each.has_default}
         values |= dict(zip(names, args, strict=False)) | {n: v for n, v in options.items() if n in names}
-        given = self._alter(values) if self._alter is not None else values
         rest = {name: value for name, value in options.items() if name not in names}
-        compiled = function.warmup(*(given[name] for name in names), grid=(1,), **rest)
-        ptx = compiled.asm["ptx"]
-        ptx = ptx if self._edit is None else self._edit(function.__name__, ptx)
+        compiled = function.warmup(*(values[name] for name in names), grid=(1,), **rest)
         places: Any = grid(values) if callable(grid) else grid
         grid = tuple(places)
         faults = Faults(function.__name__)
         tensors = ((name, x) for name, each in values.items() for x in tree_leaves(each) if isinstance(x, Tensor))
         memory = Global(tensors, self._unwritten, faults)
-        program = prepared(ptx, self._is_approximate)
+        program = prepared(self._edit(function.__name__, compiled.asm["ptx"]), self._is_approximate)
         source: Any = compiled.src
         kinds = {name: kind for name, kind in source.signature.items() if kind != "constexpr"}
         flat = zip(tree_leaves([*kinds.values()]), tree_leaves([values[name] for name in kinds]), strict=True)
@@ -163,8 +157,7 @@ def _parameter(kind: str, value: Any, memory: Global) -> Array:
 def emulated(chip: str = "sm_80", **options: Any) -> Iterator[Emulation]:
     """Context in which launches of kernels that `triton.jit` made are compiled for a chip, and emulated.
 
-    Options are those of `Emulation`: `edit` changes the PTX of a kernel, given its name, and `alter` the arguments that
-    Triton compiles for, so that a test can plant faults.
+    Options are those of `Emulation`: `edit` changes the PTX of a kernel, given its name; a test can plant faults so.
     """
     emulation = Emulation(**options)
     run = JITFunction.run

@@ -32,7 +32,8 @@ DEFINED = np.zeros(1, bool)
 _BOOL = KINDS["pred"]
 _NUMBER = re.compile(r"-?\d+U?$|-?0x[\da-fA-F]+U?$")
 _HANDLERS: dict[str, Any] = {}
-_OF_A_WARP = {"shfl", "ldmatrix", "stmatrix", "mma", "wgmma"}
+# Threads that execute an instruction together.
+_TOGETHER = {**dict.fromkeys(("shfl", "ldmatrix", "stmatrix", "mma"), 32), "wgmma": 128}
 _BARRIERS = {"bar", "barrier"}
 
 
@@ -80,7 +81,7 @@ def _step(code: Code, instruction: Instruction, is_approximate: bool) -> tuple[S
         if mask is ALL or mask.any():
             handler(machine, instruction, mask)
 
-    return step, 32 if instruction.op in _OF_A_WARP or "warp" in instruction.qualifiers else 1
+    return step, 32 if "warp" in instruction.qualifiers else _TOGETHER.get(instruction.op, 1)
 
 
 def _computing(code: Code, instruction: Instruction, is_approximate: bool) -> Any:
@@ -126,6 +127,34 @@ def _constant(text: str, dtype: np.dtype) -> Array:
     return np.array([number & (1 << 8 * dtype.itemsize) - 1], UNSIGNED[dtype.itemsize]).view(dtype)
 
 
+class UnderWay:
+    """What threads have begun, closed groups of, and wait for: copies of `cp.async`, or products of `wgmma`."""
+
+    def __init__(self, num_threads: int) -> None:
+        self._closed = np.zeros(num_threads, np.int32)
+        self._begun: list[tuple[Array, Array, Callable[[Array], None]]] = []
+
+    def begin(self, numbers: Array, finish: Callable[[Array], None]) -> None:
+        """Threads begin something; `finish` takes a mask of them."""
+        self._begun.append((numbers, self._closed[numbers], finish))
+
+    def close(self, mask: Any) -> None:
+        """Close a group of each thread."""
+        self._closed[mask] += 1
+
+    def wait(self, mask: Any, left: int = -1) -> None:
+        """Finish all but the last `left` groups of threads; without a number also what is in no group yet."""
+        is_waiting, begun, self._begun = np.zeros(len(self._closed), bool), self._begun, []
+        is_waiting[mask] = True
+        for numbers, groups, finish in begun:
+            done = is_waiting[numbers] & (groups < self._closed[numbers] - left)
+            if done.any():
+                finish(done)
+            groups[done] = _DONE
+            if (groups != _DONE).any():
+                self._begun.append((numbers, groups, finish))
+
+
 class Machine:
     """One launch of a program."""
 
@@ -165,11 +194,10 @@ class Machine:
         self.registers = self._fixed | {name: np.atleast_1d(v).astype(np.uint32) for name, v in special.items()}
         self.undefined.clear()
         self.shared = Shared(count, self._shared_bytes, self.program.code, self.faults)
-        self._epochs, self.warp_epochs, self.copy_groups = (np.zeros(self.lanes, np.int32) for _ in range(3))
-        # Copies of `cp.async` and products of `wgmma` that nobody has waited for.
-        self.copies: list[Any] = []
-        self.products: list[Any] = []
-        self.product_groups: Counter[int] = Counter()
+        self._epochs, self.warp_epochs = np.zeros((2, self.lanes), np.int32)
+        self.copies, self.products = UnderWay(self.lanes), UnderWay(self.lanes)
+        # By warpgroup and accumulators, whether the last product that is under way there is undefined.
+        self.accumulators: dict[tuple[int, tuple[str, ...]], Any] = {}
         counters = np.zeros(self.lanes, np.int64)
         while (chosen := self._choose(counters)) is not None:
             start, mask = chosen
@@ -300,12 +328,12 @@ class Machine:
         columns = (np.arange(self.lanes), self._in_grid, self.blocks, self.threads, self._epochs, self.warp_epochs)
         return Lanes(*(each[mask] for each in columns))
 
-    def addresses(self, instruction: Instruction, address: Address, mask: Any, memory: Memory) -> Array:
-        """Where accesses of threads go in the data of a memory."""
+    def reach(self, instruction: Instruction, address: Address, mask: Any, memory: Memory) -> tuple[Lanes, Array]:
+        """Threads, and where their accesses go in the data of a memory."""
         self.must_be_defined(instruction, [address.base], mask, "an address")
-        kind = KINDS["u64" if self.program.code.kind_of(address.base) == "b64" else "u32"]
+        kind, lanes = KINDS["u64" if self.program.code.kind_of(address.base) == "b64" else "u32"], self.lanes_of(mask)
         at = self.full(address.base, kind, mask).astype(np.int64) + address.offset
-        return at - BASE if memory is self.memory else self.shared.find(self.lanes_of(mask), at)
+        return lanes, at - BASE if memory is self.memory else self.shared.find(lanes, at)
 
     def space(self, instruction: Instruction) -> Memory:
         """The memory that an instruction is about."""

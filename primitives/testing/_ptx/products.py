@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import re
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -90,16 +90,6 @@ def _addresses(descriptor: int, outer: int, inner: int, size: int, is_outer_adja
     return at ^ (at >> 7 & (row_bytes // 16 - 1)) << 4
 
 
-class _Product(NamedTuple):
-    """A `wgmma` under way: its warpgroup, group and accumulators, and what it reads of shared memory."""
-
-    warpgroup: int
-    group: int
-    out: tuple[str, ...]
-    undefined: Any
-    units: list[Array]
-
-
 def _by_warp(machine: Machine, names: tuple[str, ...], mask: Any, dtype: np.dtype = _U32) -> Array:
     """Registers `[warp, lane, register]`."""
     return np.stack([machine.full(each, dtype, mask).reshape(-1, 32) for each in names], 2)
@@ -120,7 +110,7 @@ def move_matrix(machine: Machine, instruction: Instruction, mask: Any) -> None:
     pairs = _PAIRS[::-1] if "trans" in instruction.qualifiers else _PAIRS
     lanes, count = machine.lanes_of(mask), len(names)
     rows = lanes.numbers[lanes.threads % 32 < 8 * count]
-    at, lanes = machine.addresses(instruction, address, rows, machine.shared), machine.lanes_of(rows)
+    lanes, at = machine.reach(instruction, address, rows, machine.shared)
     if is_load:
         values, undefined = machine.shared.load(instruction, lanes, at, 8, _U16)
         values = values.reshape(-1, count, 8, 8)[:, :, pairs[0], pairs[1]]
@@ -152,19 +142,18 @@ def multiply(machine: Machine, instruction: Instruction, mask: Any) -> None:
 def multiply_asynchronously(machine: Machine, instruction: Instruction, mask: Any) -> None:
     """`wgmma`: products of four warps, at least one factor of which lies in shared memory."""
     form = instruction.qualifiers[0]
-    for warpgroup in np.unique(machine.lanes_of(mask).numbers // 128).tolist():
-        threads = np.arange(128 * warpgroup, 128 * warpgroup + 128)
-        if form == "commit_group":
-            machine.product_groups[warpgroup] += 1
-        elif form == "wait_group":
-            _wait(machine, warpgroup, threads, int(instruction.operands[0]))
-        elif form == "mma_async":
-            _begin_product(machine, instruction, warpgroup, threads)
-        elif form != "fence":
-            raise instruction.unsupported()
+    if form == "commit_group":
+        machine.products.close(mask)
+    elif form == "wait_group":
+        machine.products.wait(mask, int(instruction.operands[0]))
+    elif form == "mma_async":
+        for threads in machine.lanes_of(mask).numbers.reshape(-1, 128):
+            _begin_product(machine, instruction, threads)
+    elif form != "fence":
+        raise instruction.unsupported()
 
 
-def _begin_product(machine: Machine, instruction: Instruction, warpgroup: int, threads: Array) -> None:
+def _begin_product(machine: Machine, instruction: Instruction, threads: Array) -> None:
     cols, inner, kind = _shape_of(instruction)
     out, left, right, keeps, *numbers = instruction.operands
     turns, word = [each == "1" for each in numbers[2:]], UNSIGNED[_SIZES[kind]]
@@ -193,25 +182,23 @@ def _begin_product(machine: Machine, instruction: Instruction, warpgroup: int, t
     product = np.matmul(a, shared(right, cols, turns[-1:] == [True]).T).reshape(4, 16, cols)
     result = product[:, at[0], at[1]].reshape(128, len(out))
     undefined = machine.undefined_of(names, threads).any() | any(each.any() for each, _ in reads)
+    place = int(threads[0]), out
     if machine.get(keeps, KINDS["pred"], threads)[0]:
         result += np.stack([machine.full(each, KINDS["f32"], threads) for each in out], 1)
         # What accumulates goes on without a wait.
-        under_way = [each for each in machine.products if (each.warpgroup, each.out) == (warpgroup, out)]
-        undefined |= under_way[-1].undefined if under_way else machine.undefined_of(out, threads).any()
+        before = machine.accumulators.get(place)
+        undefined |= machine.undefined_of(out, threads).any() if before is None else before[0]
     # Nobody may look before the wait.
     machine.put_each(out, result, threads, ~DEFINED)
-    group, units = machine.product_groups[warpgroup], [each for _, each in reads]
-    machine.products.append(_Product(warpgroup, group, out, undefined, units))
+    machine.accumulators[place] = own = np.array([undefined])
 
+    def finish(_done: Array) -> None:
+        """Let the accumulators be looked at, unless another product takes them on, and what was read be overwritten."""
+        for _, units in reads:
+            machine.shared.end_product(units, machine.lanes_of(threads))
+        if machine.accumulators.get(place) is own:
+            del machine.accumulators[place]
+            for name in out:
+                machine.put(name, machine.full(name, _U32, threads), threads, own)
 
-def _wait(machine: Machine, warpgroup: int, threads: Array, left: int) -> None:
-    """Let the accumulators of all but the last groups be looked at, and what they read be overwritten."""
-    until, lanes = machine.product_groups[warpgroup] - left, machine.lanes_of(threads)
-    done = [each for each in machine.products if each.warpgroup == warpgroup and each.group < until]
-    machine.products = [each for each in machine.products if each.warpgroup != warpgroup or each.group >= until]
-    under_way = {each.out for each in machine.products if each.warpgroup == warpgroup}
-    for each in done:
-        for units in each.units:
-            machine.shared.end_product(units, lanes)
-        for name in each.out if each.out not in under_way else ():
-            machine.put(name, machine.full(name, _U32, threads), threads, np.array([each.undefined]))
+    machine.products.begin(threads, finish)
