@@ -246,4 +246,4 @@ def test_counts_are_exact():
         traffic = machine.memory.traffic(False, 32)["p0"]
         assert (traffic.num_bytes, traffic.requests, traffic.sectors) == (128, 1, sectors)
     _, machine = run("mov.b32 %r1, 0; bar.sync 0;", [], threads=64, grid=(3,))
-    assert (machine.counts["barriers"], machine.counts["warp_instructions"]) == (3, 3 * 2 * 2)
+    assert (machine.counts["barriers"], machine.counts["warp_instructions"]) == (3, 3 * 2 * 3)

@@ -203,8 +203,13 @@ def test_wgmma(left, width, is_turned):
     assert not faults
     np.testing.assert_array_equal(out, of_threads(a @ b.T + c, place_of_d, 16))
     if left == "shared" and width == 8:
-        # Who looks before the wait, or writes what is still read, is found out.
+        # Who looks before the wait, writes what is still read, or leaves a warp out, is found out.
         (report, *_), _ = run(body.replace("{wait}", ""), given, 128, shared_bytes=32768)
         assert report.kind == "undefined value"
         faults, _ = run(body.replace("{wait}", "st.shared.b32 [0], %r0;"), given, 128, shared_bytes=32768)
         assert "unfinished product" in {each.kind for each in faults}
+        alone = body.replace("{wait}", "away:").replace(
+            "wgmma.fence", "setp.lt.u32 %p2, %r0, 32; @%p2 bra away; wgmma.fence"
+        )
+        faults, _ = run(alone, given, 128, shared_bytes=32768)
+        assert "divergence" in {each.kind for each in faults}

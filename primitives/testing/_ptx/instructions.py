@@ -8,7 +8,7 @@ import numpy as np
 
 from primitives.testing._ptx.arithmetic import KINDS, UNSIGNED
 from primitives.testing._ptx.code import Instruction
-from primitives.testing._ptx.machine import ALL, DEFINED, Machine, executes, wider
+from primitives.testing._ptx.machine import DEFINED, Machine, executes, wider
 
 Array = Any
 
@@ -39,10 +39,16 @@ def hint(machine: Machine, instruction: Instruction, mask: Any) -> None:
         machine.put(target, np.zeros(1, _U64), mask)
 
 
-@executes("bar")
-def synchronize_warp(machine: Machine, instruction: Instruction, mask: Any) -> None:
-    """`bar.warp.sync`: what the threads of a warp did before comes before what they do now."""
+@executes("bar", "barrier")
+def synchronize(machine: Machine, instruction: Instruction, mask: Any) -> None:
+    """What the threads of a block, or of a warp, did before comes before what they do now."""
     machine.warp_epochs[mask] += 1
+    if "warp" in instruction.qualifiers:
+        return
+    if "sync" not in instruction.qualifiers or instruction.operands != ("0",):
+        raise instruction.unsupported()
+    machine.epochs[mask] += 1
+    machine.counts["barriers"] += len(np.unique(machine.blocks[mask]))
 
 
 @executes("shfl")
@@ -60,9 +66,6 @@ def shuffle(machine: Machine, instruction: Instruction, mask: Any) -> None:
     other = {"bfly": lane ^ number, "up": lane - number, "down": lane + number, "idx": low | number & ~segment}[mode]
     stays = other < low if mode == "up" else other > high
     index = lanes.numbers + np.where(stays, lane, other) - lane
-    if mask is not ALL:
-        what = "a thread reads of one that does not take part"
-        machine.faults.note("divergence", instruction, ~mask[index], what)
     undefined = machine.undefined_of([source])
     undefined = undefined if undefined.size == 1 else undefined[index]
     machine.put(target, machine.full(source, _U32)[index], mask, undefined)

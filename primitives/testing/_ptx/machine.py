@@ -34,7 +34,6 @@ _NUMBER = re.compile(r"-?\d+U?$|-?0x[\da-fA-F]+U?$")
 _HANDLERS: dict[str, Any] = {}
 # Threads that execute an instruction together.
 _TOGETHER = {**dict.fromkeys(("shfl", "ldmatrix", "stmatrix", "mma"), 32), "wgmma": 128}
-_BARRIERS = {"bar", "barrier"}
 
 
 class Program(NamedTuple):
@@ -68,20 +67,24 @@ def _step(code: Code, instruction: Instruction, is_approximate: bool) -> tuple[S
     """What an instruction does, None for one of control; and how many threads do it together."""
     if instruction.op in ("bra", "ret", "exit"):
         return None, 1
-    if instruction.op in _BARRIERS and "warp" not in instruction.qualifiers:
-        if instruction.operands != ("0",):
-            raise instruction.unsupported()
-        return None, code.threads
+    together, kind = _TOGETHER.get(instruction.op, 1), "divergence"
+    if instruction.op in ("bar", "barrier"):
+        together, kind = (32, kind) if "warp" in instruction.qualifiers else (code.threads, "barrier divergence")
     handler = _HANDLERS.get(instruction.op)
     if handler is None or (instruction.op == "mov" and all(isinstance(each, str) for each in instruction.operands)):
         handler = _computing(code, instruction, is_approximate)
 
     def step(machine: Machine, mask: Any) -> None:
         mask = machine.guarded(instruction, mask) if instruction.guard else mask
+        if mask is not ALL and together > 1:
+            groups = mask.reshape(-1, together)
+            some = groups.any(1)
+            machine.faults.note(kind, instruction, some & ~groups.all(1), f"not all of {together} threads come here")
+            mask = np.repeat(some, together)
         if mask is ALL or mask.any():
             handler(machine, instruction, mask)
 
-    return step, 32 if "warp" in instruction.qualifiers else _TOGETHER.get(instruction.op, 1)
+    return step, together
 
 
 def _computing(code: Code, instruction: Instruction, is_approximate: bool) -> Any:
@@ -194,7 +197,7 @@ class Machine:
         self.registers = self._fixed | {name: np.atleast_1d(v).astype(np.uint32) for name, v in special.items()}
         self.undefined.clear()
         self.shared = Shared(count, self._shared_bytes, self.program.code, self.faults)
-        self._epochs, self.warp_epochs = np.zeros((2, self.lanes), np.int32)
+        self.epochs, self.warp_epochs = np.zeros((2, self.lanes), np.int32)
         self.copies, self.products = UnderWay(self.lanes), UnderWay(self.lanes)
         # By warpgroup and accumulators, whether the last product that is under way there is undefined.
         self.accumulators: dict[tuple[int, tuple[str, ...]], Any] = {}
@@ -205,10 +208,13 @@ class Machine:
             warps = self.lanes // 32 if mask is ALL else int(mask.reshape(-1, 32).any(1).sum())
             count = len(self.threads[mask])
             self.counts.update(warp_instructions=(end - start) * warps, instructions=(end - start) * count)
-            # Some threads wait at a barrier for those that have gone elsewhere.
-            waits = mask is not ALL and end > start and self.program.together[end] > 1
-            if self.program.steps[end] is None and not waits:
-                self._control(self.program.code.instructions[end], mask, counters)
+            if self.program.steps[end] is None:
+                instruction = self.program.code.instructions[end]
+                taken = self.guarded(instruction, mask) if instruction.guard else mask
+                counters[mask] += 1
+                counters[taken] = (
+                    self.program.code.labels[instruction.operands[0]] if instruction.op == "bra" else _DONE
+                )
 
     def _choose(self, counters: Array) -> tuple[int, Any] | None:
         """The instruction to go on with, and the threads that do; None where all have ended."""
@@ -221,8 +227,7 @@ class Machine:
             mask &= np.repeat((mask | ~active).reshape(-1, size).all(1), size)
             if mask.any():
                 return counter, mask
-        kind = "barrier divergence" if self.program.steps[numbers[0]] is None else "divergence"
-        self.faults.note(kind, self.program.code.instructions[numbers[0]], True, "threads wait for each other")
+        # Threads wait for each other: what comes first goes on, and reports it.
         return numbers[0], counters == numbers[0]
 
     def _straight(self, start: int, mask: Any) -> int:
@@ -234,20 +239,6 @@ class Machine:
             step(self, mask)
             at += 1
         return at
-
-    def _control(self, instruction: Instruction, mask: Any, counters: Array) -> None:
-        """Go on elsewhere; at a barrier with what was done before it behind."""
-        taken = self.guarded(instruction, mask) if instruction.guard else mask
-        counters[mask] += 1
-        if instruction.op in _BARRIERS:
-            count, blocks = len(self.threads[taken]), len(np.unique(self.blocks[taken]))
-            what = "not all threads of a block come to this barrier"
-            self.faults.note("barrier divergence", instruction, count != blocks * self.program.code.threads, what)
-            self._epochs[taken] += 1
-            self.warp_epochs[taken] += 1
-            self.counts["barriers"] += blocks
-        else:
-            counters[taken] = self.program.code.labels[instruction.operands[0]] if instruction.op == "bra" else _DONE
 
     # Registers.
     def get(self, operand: Any, dtype: np.dtype, mask: Any = ALL) -> Array:
@@ -325,7 +316,7 @@ class Machine:
     # Memory.
     def lanes_of(self, mask: Any) -> Lanes:
         """The threads in a mask, or of some numbers."""
-        columns = (np.arange(self.lanes), self._in_grid, self.blocks, self.threads, self._epochs, self.warp_epochs)
+        columns = (np.arange(self.lanes), self._in_grid, self.blocks, self.threads, self.epochs, self.warp_epochs)
         return Lanes(*(each[mask] for each in columns))
 
     def reach(self, instruction: Instruction, address: Address, mask: Any, memory: Memory) -> tuple[Lanes, Array]:
