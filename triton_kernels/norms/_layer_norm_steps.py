@@ -75,8 +75,9 @@ def fwd_stats(x, p, r, mask, num_cols: tl.constexpr, EPS: tl.constexpr):
     HAS_X_DOT: tl.constexpr = x[1].type.is_block()
     # The sum of x_dot beside that of x: beside three others, it would spill where a program has 64 registers a thread.
     sums = sums_of(x, 2) if HAS_X_DOT else sums_of((x[0],))
-    mean = sums[0] * (1.0 / num_cols)
-    centered = tl.where(mask, x[0] - mean, 0.0)
+    # The mean of x is never rounded before it is subtracted, or the sum about it is added.
+    share = tl.full(sums[0].shape, 1.0 / num_cols, sums[0].dtype)
+    centered = tl.where(mask, tl.fma(-sums[0], share, x[0]), 0.0)
     # The sum about the mean says how far that is off: a constant row is normalized to zero.
     if HAS_X_DOT:
         about = sums_of((centered, centered * centered, x[1] * centered))
@@ -85,7 +86,7 @@ def fwd_stats(x, p, r, mask, num_cols: tl.constexpr, EPS: tl.constexpr):
     shift = about[0] * (1.0 / num_cols)
     variance = about[1] * (1.0 / num_cols) - shift * shift
     rstd = rstd_of(tl.where(variance < 0.0, 0.0, variance), EPS)
-    s = mean + shift, rstd
+    s = tl.fma(sums[0], share, shift), rstd
     if HAS_X_DOT:
         x_dot_mean = sums[1] * (1.0 / num_cols)
         s = s + (x_dot_mean, (about[2] * (1.0 / num_cols) - shift * x_dot_mean) * rstd)

@@ -281,10 +281,12 @@ def _add_7(a, b, c, d, e, f, g, h, i, j, k, m, n, o):
 
 @triton.jit
 def rounded(product):
-    """`product` as a thread gives it to others that add it up.
+    """`product`, rounded before anything else takes it: this zero is fused with it, in the same instruction.
 
-    If each fused its own product into the sum, their copies of the sum would differ, and which one they store for all
-    is undefined. This zero is fused instead, in the same instruction; -0 becomes 0.
+    Threads that give products to others, which add them up, would each fuse its own into the sum: copies of it would
+    differ, and which one they store for all is undefined. This is for one product of a kernel that fuses others, and
+    for all plans. Where it takes a narrow tile for threads to have no sum of their own, the launch is `UNFUSED`: in
+    wide tiles the same products are fused, and an instruction each would be lost. -0 becomes 0.
     """
     return product + 0.0 if _FUSES else product
 
