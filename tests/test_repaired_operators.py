@@ -289,6 +289,61 @@ def test_axes_of_a_batch_of_cotangents_change_in_place(name):
         torch.testing.assert_close(*bars)
 
 
+def test_axes_of_batches_of_batches_change_in_place():
+    def along(x, change):
+        y = x * x * x
+        y.register_hook(lambda y_bar: change(y_bar * x))
+        bars = torch.stack([torch.eye(3), torch.ones(3, 3)]).double()
+        return torch.autograd.grad(y, x, bars, is_grads_batched=True, create_graph=True)[0].sum(0)
+
+    jacobian, x = torch.autograd.functional.jacobian, randn(3, 3).requires_grad_()
+    with pr.repair_torch():
+        expected = jacobian(lambda x: along(x, torch.t), x)
+        found = jacobian(lambda x: along(x, torch.Tensor.t_), x, vectorize=True, strategy="forward-mode")
+    torch.testing.assert_close(found, expected)
+
+
+def test_group_norm_has_parameters_alone():
+    # Torch writes to no memory in the first case, and raises in the second.
+    weight, bias = randn(4).requires_grad_(), randn(4).requires_grad_()
+    x = randn(2, 4, 2, 3).contiguous(memory_format=torch.channels_last)
+    for given in ((weight, bias), (None, bias)):
+        wanted = [y for y in given if y is not None]
+        with pr.repair_torch():
+            found = torch.autograd.grad(F.group_norm(x, 2, *given).sin().sum(), wanted)
+        torch.testing.assert_close(
+            found, torch.autograd.grad(pr.functional.group_norm(x, 2, *given).sin().sum(), wanted)
+        )
+
+
+def test_embedding_bag_of_frozen_rows_has_a_tangent_of_its_factors():
+    rows, factors, direction = randn(5, 2), randn(4), randn(4)
+    bags = functools.partial(F.embedding_bag, torch.tensor([0, 2, 4, 2]), rows, torch.tensor([0, 3]), mode="sum")
+    with pr.repair_torch():
+        found = torch.func.jvp(lambda factors: bags(per_sample_weights=factors), (factors,), (direction,))[1]
+    torch.testing.assert_close(found, bags(per_sample_weights=direction))
+
+
+@pytest.mark.parametrize("options", [{}, {"bidirectional": True, "bias": False, "num_layers": 2}], ids=["", "stacked"])
+def test_an_lstm_in_single_precision_has_forward_mode(options):
+    torch.manual_seed(0)
+    model, x, v = torch.nn.LSTM(4, 5, **options), *randn(2, 3, 2, 4).float()
+
+    def gradient(model, x, v):
+        names = dict(model.named_parameters())
+
+        def loss(parameters):
+            y = functools.partial(torch.func.functional_call, model, parameters)
+            return torch.func.jvp(lambda x: y((x,))[0], (x,), (v,))[1].sin().sum()
+
+        return torch.func.grad(loss)(names)
+
+    with pr.repair_torch():
+        found = gradient(model, x, v)
+    expected = gradient(model.double(), x.double(), v.double())
+    torch.testing.assert_close(found, {name: bar.float() for name, bar in expected.items()})
+
+
 aten = torch.ops.aten
 IMAGE, LINES, Q = (2, 4, 3, 3), (5, 4), (1, 2, 4, 3)
 # Calls of the operators that primitives serve on a GPU in plain code too.

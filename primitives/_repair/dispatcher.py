@@ -54,7 +54,8 @@ class Registrations:
             # Torch's own, where another package has a kernel: `warn_of_others` names it.
             warnings.simplefilter("ignore")
             for name, key, make in kernels:
-                kernel = run_as_written(make(torch.library.get_kernel(name, _C._parse_dispatch_key(key)).call_boxed))
+                parsed: Any = _C._parse_dispatch_key(key)
+                kernel = run_as_written(make(torch.library.get_kernel(name, parsed).call_boxed))
                 space, _, operator = name.partition("::")
                 libraries[space].impl(operator, kernel, key, with_keyset=True, allow_override=True)
                 names.add(name)

@@ -208,7 +208,7 @@ IN_PLACE: dict[str, Callable[..., Tensor]] = {
     **dict.fromkeys(("aten::transpose_", "aten::swapaxes_", "aten::swapdims_"), torch.transpose),
 }
 """Operators that change the axes of a tensor in place, and the functions that return a view instead."""
-_BATCHED = _C._parse_dispatch_key("Batched")
+_BATCHED: Any = _C._parse_dispatch_key("Batched")
 
 
 def _in_place_kernel(function: Callable[..., Any], own: Callable[..., Any]) -> Callable[..., Any]:
@@ -220,15 +220,41 @@ def _in_place_kernel(function: Callable[..., Any], own: Callable[..., Any]) -> C
     def kernel(keyset: Any, x: Tensor, *args: Any) -> Any:
         if not _is_ours():
             return own(keyset, x, *args)
-        level = _C._vmapmode_increment_nesting() - 1
+        depth = _C._vmapmode_increment_nesting() - 1
         _C._vmapmode_decrement_nesting()
-        y = function(x, *args)
-        # The tensor below the level, which has the batch in front, and not a view of it.
-        below, of_y = (torch._remove_batch_dim(z, level, 0, 0) for z in (x, y))
-        below.as_strided_(of_y.shape, of_y.stride(), of_y.storage_offset())
+        # One that a tensor lacks would expand it to the size given, which no batch has.
+        levels = [i for i in range(depth, 0, -1) if torch._remove_batch_dim(x, i, 0, 0).shape[0]]
+
+        def below(z: Tensor) -> Tensor:
+            for level in levels:
+                z = torch._remove_batch_dim(z, level, 0, 0)
+            return z
+
+        y, memory = function(x, *args), below(x)
+        if memory is not below(x):  # a view, since its batch does not come first: torch's rules put it there
+            raise NotImplementedError(f"is_grads_batched: {function.__name__}_ of a batch along another axis than 0.")
+        of_y = below(y)
+        memory.as_strided_(of_y.shape, of_y.stride(), of_y.storage_offset())
         with _C._ExcludeDispatchKeyGuard(_C.DispatchKeySet(_BATCHED)):
             x.data = y  # the axes alone: a tensor with a batch keeps its own tensor below
         return x
+
+    return kernel
+
+
+def _group_norm_kernel(own: Callable[..., Any]) -> Callable[..., Any]:
+    """The backward of a group norm on the CPU: torch's writes to no memory for a frozen channels_last input, and dies.
+
+    For a bias without a weight it raises.
+    """
+
+    def kernel(keyset: Any, y_bar: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Any, *rest: Any) -> Any:
+        *sizes, mask = rest
+        dies, raises = not (mask[0] or x.is_contiguous()), weight is None and mask[2]
+        if not (dies or raises) or not _is_ours():
+            return own(keyset, y_bar, x, mean, rstd, weight, *sizes, mask)
+        weight = rstd.new_ones(x.shape[1], dtype=x.dtype) if weight is None else weight
+        return _unmasked(own(keyset, y_bar, x, mean, rstd, weight, *sizes, (True, *mask[1:])), mask)
 
     return kernel
 
@@ -250,4 +276,5 @@ def install_backwards() -> None:
             views = [
                 (name, "Batched", functools.partial(_in_place_kernel, function)) for name, function in IN_PLACE.items()
             ]
-            _registrations.add([*derivatives, *views])
+            group_norm = "aten::native_group_norm_backward", "AutogradCPU", _group_norm_kernel
+            _registrations.add([*derivatives, *views, group_norm])

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from primitives._core.decomposition import decomposition_table, register_decomposition
+from primitives._core.decomposition import decomposition_table, register_decomposition, register_decomposition_for_jvp
 from primitives.decompositions._norm_checks import require
 from primitives.decompositions._reductions import scatter_reduce
 from primitives.decompositions._statistics import constant_p
@@ -59,6 +59,12 @@ def embedding_bag(
     if mode == _MEAN:
         output = output / sizes.clamp(min=1).unsqueeze(-1)
     return output, bag_of, sizes, largest
+
+
+@register_decomposition_for_jvp(aten._embedding_bag_forward_only)
+def embedding_bag_of_frozen_rows(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Likewise: torch calls it where `weight` takes no gradient, and `per_sample_weights` may have a tangent."""
+    return aten._embedding_bag(*args)
 
 
 _INITIAL = {"sum": 0.0, "mean": 0.0, "prod": 1.0, "max": -math.inf, "min": math.inf}

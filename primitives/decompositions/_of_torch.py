@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, _decomp
+from torch._decomp.decompositions import one_layer_lstm
 from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND, elementwise_dtypes
 
 from primitives._core.batching import to_front
-from primitives._core.decomposition import register_decomposition
+from primitives._core.decomposition import register_decomposition, register_decomposition_for_jvp
 from primitives._core.primitive import Primitive
 from primitives.decompositions._statistics import accumulated
 
@@ -23,6 +24,19 @@ for _operator in (
     aten.native_dropout_backward.default,
 ):
     register_decomposition(_operator)(_decomp.decomposition_table[_operator])
+
+
+@register_decomposition_for_jvp(aten.mkldnn_rnn_layer)
+def lstm_layer(
+    x: Tensor, w_x: Tensor, w_h: Tensor, b_x: Tensor, b_h: Tensor, h: Tensor, c: Tensor, reverse: bool, *options: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """One direction of a layer of an LSTM in float32 on the CPU, `[T, N, C]`, whose operator has no forward mode."""
+    _sizes, _kind, _hidden, _layers, has_biases, *_ = options
+    weights = [w_x, w_h, b_x, b_h] if has_biases else [w_x, w_h]
+    states = [state.reshape(state.shape[-2:]) for state in (h, c)]
+    y, last = one_layer_lstm(x, states, weights, has_biases, reverse)
+    h, c = (new.reshape(h.shape) for new in last)
+    return y, h, c, x.new_empty(0, dtype=torch.uint8)
 
 
 @register_decomposition(aten._safe_softmax)
