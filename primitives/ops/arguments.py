@@ -179,30 +179,6 @@ def _values_per_group(x: Tensor, num_groups: int) -> int:
     return math.prod(x.shape[2:], start=x.shape[0] * x.shape[1] // num_groups)
 
 
-def instance_norm(
-    label: str, x: Tensor, running_mean: Any, running_var: Any, weight: Any, bias: Any, *, use_input_stats: bool,
-    writes: bool,
-) -> None:  # fmt: skip
-    """Raise unless the arguments of an instance norm fit one another, and can be written if they are to be."""
-    floating("instance_norm", label, x.dtype)
-    if x.dim() < BATCH_NORM_MIN_DIM:
-        raise ShapeError(f"instance_norm: {label} must have at least 2 axes, [N, C, *], got {_list(x.shape)}.")
-    if (running_mean is None) != (running_var is None) or (running_mean is None and not use_input_stats):
-        raise ShapeError(
-            "instance_norm: running_mean and running_var must be given together, and without use_input_stats both, got "
-            f"{[name for name, v in (('running_mean', running_mean), ('running_var', running_var)) if v is not None]}."
-        )
-    what = f"axis 1 of {label}"
-    _pair("instance_norm", label, x, (x.shape[1],), what, running_mean=running_mean, running_var=running_var)
-    _pair("instance_norm", label, x, (x.shape[1],), what, weight=weight, bias=bias)
-    if use_input_stats and math.prod(x.shape[2:]) == 1:
-        raise ShapeError(
-            f"instance_norm: {label} must have more than 1 position with use_input_stats, got {_list(x.shape)}."
-        )
-    if writes:
-        written("instance_norm", running_mean, running_var)
-
-
 def positive_eps(op_name: str, value: float) -> None:
     """Raise unless `value` is positive: a constant channel has no variance."""
     if value <= 0.0:
@@ -240,7 +216,8 @@ def batch_norm(
     bias: Tensor | None, residual: Any = None, *, training: bool, writes: bool = False, is_whole: bool = True,
 ) -> None:  # fmt: skip
     """Raise unless the arguments of a batch norm fit one another; `is_whole`: no other process has a part of `x`."""
-    is_empty_row = x.dim() == 1 and x.numel() == 0
+    is_of_samples = op_name == "instance_norm"
+    flag, is_empty_row = "use_input_stats" if is_of_samples else "training", x.shape == (0,) and not is_of_samples
     if not is_empty_row and x.dim() < BATCH_NORM_MIN_DIM:
         raise ShapeError(f"{op_name}: {label} must have at least 2 axes, [N, C, *spatial], got {_list(x.shape)}.")
     floating(op_name, label, x.dtype)
@@ -250,10 +227,10 @@ def batch_norm(
             f"{op_name}: running_mean and running_var must both be given or both be None, "
             f"got {given} without {missing}."
         )
-    if not training and running_mean is None and x.numel() > 0:
+    if not training and running_mean is None and (x.numel() > 0 or is_of_samples):
         raise ShapeError(
-            f"{op_name}: running_mean and running_var must be given in evaluation mode, got None. "
-            "Pass training=True to normalize by the statistics of the batch."
+            f"{op_name}: running_mean and running_var must be given with {flag}=False, got None. "
+            f"Pass {flag}=True to normalize by the statistics of {label}."
         )
     if is_empty_row:
         channels, what = channels_of_nothing(running_mean, weight, bias), "that of the others"
@@ -261,10 +238,12 @@ def batch_norm(
         channels, what = x.shape[1], f"axis 1 of {label}"
     _pair(op_name, label, x, (channels,), what, running_mean=running_mean, running_var=running_var)
     _pair(op_name, label, x, (channels,), what, weight=weight, bias=bias)
-    if training and is_whole and math.prod(x.shape[2:], start=x.shape[0]) == 1:
+    if training and is_whole and math.prod(x.shape[2:], start=1 if is_of_samples else x.shape[0]) == 1:
+        what, remedy = "value per channel", "a larger batch, or evaluation mode"
+        if is_of_samples:
+            what, remedy = "position", "running statistics"
         raise ShapeError(
-            f"{op_name}: {label} must have more than 1 value per channel in training, got {_list(x.shape)}. "
-            "Use a larger batch, or evaluation mode."
+            f"{op_name}: {label} must have more than 1 {what} with {flag}=True, got {_list(x.shape)}. Use {remedy}."
         )
     if residual is not None:
         added(op_name, label, x, residual)

@@ -201,8 +201,8 @@ def _instance_norm_tree(given: tuple, namespace: str, *, in_place: bool) -> tupl
     if use_input_stats:
         arguments.positive_eps("instance_norm", eps)
 
-    options = {"use_input_stats": use_input_stats, "writes": in_place and use_input_stats}
-    check = functools.partial(arguments.instance_norm, **options)
+    options = {"training": use_input_stats, "writes": in_place and use_input_stats}
+    check = functools.partial(arguments.batch_norm, "instance_norm", **options)
 
     def compute(x: Tensor, mean: Any, var: Any, weight: Any, bias: Any) -> tuple[Tensor, Any, Any]:
         weight = weight_beside(bias, weight, x)
