@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from perf.calls import Call, Operands, Step, randoms
 from perf.ops.record import Op
@@ -30,15 +29,12 @@ class RowMapOperands(Operands):
     """Operands of a map along `dim`; its derivatives take its output `y`, or x and the statistics of x."""
 
     @classmethod
-    def draw(
-        cls, shape: Sequence[int], dim: int, dtype: torch.dtype = torch.float32,
-        arrange: Callable[[Tensor], Tensor] = torch.Tensor.contiguous,
-    ) -> Any:  # fmt: skip
-        """Random operands in some layout."""
+    def draw(cls, shape: Sequence[int], dim: int, dtype: torch.dtype = torch.float32) -> Any:
+        """Random operands."""
         drawn = randoms("x y y_bar x_dot y_bar_dot y_dot", shape, torch.float64)
         made = cls(**drawn, dim=dim)
         drawn["y"] = cls.value(cls.op(), **{**vars(made), "x": made.y})["y"]
-        return made.change(**{name: arrange(x.to(dtype)) for name, x in drawn.items()})
+        return made.change(**{name: x.to(dtype) for name, x in drawn.items()})
 
     @classmethod
     def of(cls, workload: Workload) -> Any:

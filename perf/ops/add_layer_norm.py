@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 import primitives as pr
-from perf.calls import EPS, Call, Operands, Step, random, randoms
+from perf.calls import EPS, Call, Operands, Step, randoms
 from perf.ops.dropout import SEED
+from perf.ops.layer_norm import with_params
 from perf.ops.philox_truth import true_noise
 from perf.ops.record import Op
 from perf.ops.samples import Sample, make_options, make_samples, true_norm
@@ -83,13 +84,11 @@ class AddLayerNorm(Operands):
     DEFAULTS: ClassVar = {"p": DROPOUT_P, "norm_ndim": 1, "batch_ndim": 0, "centered": True, "rounded": False}
 
     @classmethod
-    def draw(cls, shape: Sequence[int], dtype: torch.dtype = torch.float32, wide: Any = None, **dims: Any) -> Any:
-        """Contiguous random operands, those of the stream in `wide` if it is given."""
-        names = ("x", "residual", "y_bar", "s_bar", "x_dot", "residual_dot")
-        dtypes = dict(zip(names, [dtype, wide or dtype] * 3, strict=True))
-        full_size = {name: random(*shape, dtype=dtypes[name], seed=seed) for seed, name in enumerate(names)}
+    def draw(cls, shape: Sequence[int], dtype: torch.dtype = torch.float32, **dims: Any) -> Any:
+        """Contiguous random operands."""
+        full_size = randoms("x residual y_bar s_bar x_dot residual_dot", shape, dtype)
         param_shape = (*shape[: dims.get("batch_ndim", 0)], shape[-1])
-        params = randoms("weight bias weight_dot bias_dot", param_shape, dtype, len(names))
+        params = randoms("weight bias weight_dot bias_dot", param_shape, dtype, len(full_size))
         seed = torch.arange(SEED, SEED + param_shape[0]) if dims.get("batch_ndim") else torch.tensor(SEED)
         return cls(**full_size, **params, **{"seed": seed, **dims})
 
@@ -111,15 +110,10 @@ def _calls(workload: Workload, mode: str, *, centered: bool = True) -> list[Call
         "jvp": [("fwd_jvp", (), None), ("jvp", (), None)],
         "x_only": [("bwd", (), (True, True, False, False))],
     }
-    absent = [
-        *["seed"] * (not workload.masked),
-        *["bias", "bias_dot"] * (not centered),
-        *["weight", "bias", "weight_dot", "bias_dot"] * (not workload.affine),
-    ]
-    operands = AddLayerNorm.draw(workload.shape, workload.torch_dtype).change(
-        centered=centered, **dict.fromkeys(absent)
-    )
-    return operands.steps(steps[mode])
+    operands = AddLayerNorm.draw(workload.shape, workload.torch_dtype)
+    if not workload.masked:
+        operands = operands.change(seed=None)
+    return with_params(operands, workload, centered=centered).steps(steps[mode])
 
 
 # Both summands become y and s; what is left of the cotangents of y and of s is that of both.

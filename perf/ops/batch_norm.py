@@ -73,12 +73,12 @@ class BatchNorm(Operands):
 
     @classmethod
     def draw(
-        cls, shape: Sequence[int], dtype: torch.dtype = torch.float32, param_dtype: Any = None, batch_ndim: int = 0,
+        cls, shape: Sequence[int], dtype: torch.dtype = torch.float32, batch_ndim: int = 0,
         arrange: Callable[[Tensor], Tensor] = torch.Tensor.contiguous,
     ) -> Any:  # fmt: skip
         """Random operands, those of full size in some layout."""
         channels = (*shape[:batch_ndim], shape[batch_ndim + 1])
-        param_dtype = param_dtype or torch.promote_types(dtype, torch.float32)
+        param_dtype = torch.promote_types(dtype, torch.float32)
         full_size = {name: arrange(x) for name, x in randoms(cls.FULL_SIZE, shape, dtype).items()}
         names = "weight bias running_mean running_var weight_dot bias_dot running_mean_dot running_var_dot"
         params = randoms(names, channels, param_dtype)

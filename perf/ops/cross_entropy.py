@@ -93,13 +93,13 @@ class CrossEntropy(Operands):
 
     @classmethod
     def draw(
-        cls, shape: Sequence[int], dim: int, dtype: torch.dtype = torch.float32,
-        arrange: Callable[[Tensor], Tensor] = torch.Tensor.contiguous, *, labels: bool = True, smoothing: float = 0.0,
+        cls, shape: Sequence[int], dim: int, dtype: torch.dtype = torch.float32, *, labels: bool = True,
+        smoothing: float = 0.0,
     ) -> Any:  # fmt: skip
-        """Random operands in some layout."""
+        """Random operands."""
         drawn = randoms("x target x_dot target_dot", shape, torch.float64)
         drawn["target"].abs_()
-        full_size: dict[str, Any] = {name: arrange(x.to(dtype)) for name, x in drawn.items()}
+        full_size: dict[str, Any] = {name: x.to(dtype) for name, x in drawn.items()}
         if labels:
             full_size |= {"target": _labels(full_size["x"], dim), "target_dot": None}
         names = "loss_bar lse_bar loss_bar_dot lse_bar_dot"
@@ -126,9 +126,6 @@ def _calls(workload: Workload, mode: str) -> list[Call]:
     dim = workload.dim % len(workload.shape)
     operands = CrossEntropy.draw(workload.shape, dim, workload.torch_dtype)
     soft = CrossEntropy.draw(workload.shape, dim, workload.torch_dtype, labels=False, smoothing=0.1)
-    # The tangent alone is what a double backward takes for the cotangent of the loss.
-    if mode == "tangent":
-        return operands.steps([("jvp", (), None)])
     of_labels = [plain[mode], *steps[mode][1:]] if mode in plain else steps[mode]
     return [*operands.steps(of_labels), *soft.steps(steps[mode])]
 

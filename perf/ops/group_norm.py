@@ -11,7 +11,7 @@ from torch import Tensor
 
 from perf.calls import EPS, Call
 from perf.ops._norm_steps import norm_calls
-from perf.ops.layer_norm import CHANNELS_LAST, LAYER_NORM, LayerNorm
+from perf.ops.layer_norm import CHANNELS_LAST, LAYER_NORM, LayerNorm, with_params
 from perf.ops.samples import ABSENT_PARAMS, LAYOUTS, Sample, make_options, make_samples, true_norm
 from perf.ops.workload import FIRST_ORDER, Workload, unnamed
 
@@ -48,9 +48,7 @@ def _calls(workload: Workload, mode: str, *, silu: bool = False) -> list[Call]:
     shape = (samples, num_groups, channels // num_groups, torch.Size(positions).numel())
     kind: Any = {"norm_ndim": 2, "grouped": CHANNELS_LAST if workload.channels_last else 1, "silu": silu}
     operands = LayerNorm.draw(shape, workload.torch_dtype, **kind)
-    if not workload.affine:
-        operands = operands.change(weight=None, bias=None, weight_dot=None, bias_dot=None)
-    return norm_calls(operands, mode, is_rows=True)
+    return norm_calls(with_params(operands, workload), mode, is_rows=True)
 
 
 _TWO, _ONE = make_options(num_groups=2), make_options(num_groups=1)

@@ -35,9 +35,7 @@ class LayerNorm(Operands):
     }
 
     @classmethod
-    def draw(
-        cls, shape: Sequence[int], dtype: torch.dtype = torch.float32, param_dtype: Any = None, **dims: Any
-    ) -> Any:
+    def draw(cls, shape: Sequence[int], dtype: torch.dtype = torch.float32, **dims: Any) -> Any:
         """Contiguous random operands."""
         batch_ndim, norm_ndim, grouped = (
             {**cls.DEFAULTS, **dims}[key] for key in ("batch_ndim", "norm_ndim", "grouped")
@@ -47,7 +45,7 @@ class LayerNorm(Operands):
         if grouped == CHANNELS_LAST:
             full_size = {name: with_layout(x, grouped) for name, x in full_size.items()}
         param_shape = (*shape[:batch_ndim], *of_row)
-        params = randoms("weight bias weight_dot bias_dot", param_shape, param_dtype or dtype, len(full_size))
+        params = randoms("weight bias weight_dot bias_dot", param_shape, dtype, len(full_size))
         return cls(**full_size, **params, **dims)
 
 
@@ -101,14 +99,19 @@ _RESIZED = (
 )
 
 
-def row_norm_calls(workload: Workload, mode: str, *, centered: bool = True) -> list[Call]:
-    """The calls of a mode of a norm over rows; one that is not centered has no bias."""
+def with_params(operands: Operands, workload: Workload, *, centered: bool = True) -> Any:
+    """The operands without the parameters that the norm has not: one that is not centered has no bias."""
     absent = [
         *["bias", "bias_dot"] * (not centered),
         *["weight", "bias", "weight_dot", "bias_dot"] * (not workload.affine),
     ]
+    return operands.change(centered=centered, **dict.fromkeys(absent))
+
+
+def row_norm_calls(workload: Workload, mode: str, *, centered: bool = True) -> list[Call]:
+    """The calls of a mode of a norm over rows."""
     operands = LayerNorm.draw(workload.shape, workload.torch_dtype)
-    return norm_calls(operands.change(centered=centered, **dict.fromkeys(absent)), mode, is_rows=True)
+    return norm_calls(with_params(operands, workload, centered=centered), mode, is_rows=True)
 
 
 _ONE_AXIS = make_options(norm_ndim=1)

@@ -214,15 +214,13 @@ class Op:
         """Differentiable arguments that are tensors in `sample`."""
         return [name for name in self.differentiable if name not in sample.absent]
 
-    def inputs(
-        self, sample: Sample, dtype: torch.dtype, device: torch.device, seed: int = 0
-    ) -> dict[str, Tensor | None]:
+    def inputs(self, sample: Sample, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor | None]:
         """Arguments by name, in the layout of the sample."""
         parameter_dtype = torch.float32 if sample.mixed and dtype in LOW_PRECISION else dtype
         made: dict[str, Tensor | None] = {}
         for position, name in enumerate(self.arguments):
             shape = sample.shape if position == 0 else self.parameter_shape(sample, name)
-            values = normal(shape, seed + position, mean=0.5)
+            values = normal(shape, position, mean=0.5)
             if name in self.positive:
                 values = 0.5 + values.abs()
             values = values.to(device, dtype if position == 0 or name in self.like_first else parameter_dtype)

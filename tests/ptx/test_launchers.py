@@ -79,7 +79,7 @@ CASES = {
         lambda: BatchNorm.draw((4, 16, 9, 11), BF16, arrange=channels_last), {}, CHANNELS, 2
     ),
     "batch_norm_relu": Case(
-        lambda: BatchNormRelu.draw((3, 3, 17, 19), BF16, None, 0, torch.Tensor.contiguous),
+        lambda: BatchNormRelu.draw((3, 3, 17, 19), BF16),
         *({}, f"{CHANNELS}; {ODD}", 2, 2),
     ),
     "log_softmax": Case(lambda: LogSoftmax.draw((9, 1024), 1, BF16)),
