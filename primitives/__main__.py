@@ -26,10 +26,6 @@ from primitives._core.errors import BackendError
 TOLERANCE = 1e-8
 
 
-def _devices() -> list[str]:
-    return ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
-
-
 def _implementation(device: str) -> str:
     """Where a call on `device` ends up under the backend in force, in words."""
     backend = pr.current_backend()
@@ -112,7 +108,7 @@ def _check() -> int:
     print(f"torch {torch.__version__}, triton {version}, optree {optree.__version__}")
     print(f"backend {pr.current_backend()!r}, {len(registered_primitives())} primitives")
     failed = False
-    for device in _devices():
+    for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
         name = f"{device} ({torch.cuda.get_device_name()})" if device == "cuda" else device
         implementation = _implementation(device)
         print(f"\n{name}: {implementation}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import pathlib
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from perf.machine_code.table import Row
@@ -73,13 +73,9 @@ def _copies_nothing(row: Row) -> bool:
     return first == "-" and bool(others or not row.stores or _SUMS.fullmatch(row.kernel))
 
 
-def _staged(rows: Iterable[Row]) -> set[tuple[str, str]]:
-    return {(row.kernel, row.case) for row in rows if row.ahead.strip("- ")}
-
-
 def all_broken(tables: Mapping[str, Sequence[Row]]) -> Iterator[str]:
     """The faults of the tables of all chips."""
-    ahead = {chip: _staged(rows) for chip, rows in tables.items()}
+    ahead = {chip: {(r.kernel, r.case) for r in rows if r.ahead.strip("- ")} for chip, rows in tables.items()}
     for chip_name, rows in tables.items():
         for row in rows:
             yield from broken_rules(chip_name, row, ahead["sm_90"] - ahead[chip_name])

@@ -20,8 +20,9 @@ def _layer_norm(functional: Any, x: Tensor, weight: Any = None, bias: Any = None
     return functional.layer_norm(x, x.shape[x.dim() - norm_ndim :], weight, bias, EPS)
 
 
-def _true_layer_norm(x: Tensor, weight: Any = None, bias: Any = None, norm_ndim: int = 1) -> Tensor:
-    return true_norm(x, tuple(range(-norm_ndim, 0)), weight, bias, EPS)
+def true_row_norm(x: Tensor, weight: Any = None, bias: Any = None, norm_ndim: int = 1, **options: Any) -> Tensor:
+    """Layer norm, or RMS norm if it is not `centered`."""
+    return true_norm(x, tuple(range(-norm_ndim, 0)), weight, bias, EPS, **options)
 
 
 class LayerNorm(Operands):
@@ -118,7 +119,7 @@ _ONE_AXIS = make_options(norm_ndim=1)
 LAYER_NORM = Op(
     name="layer_norm",
     call=_layer_norm,
-    truth=_true_layer_norm,
+    truth=true_row_norm,
     arguments=("x", "weight", "bias"),
     differentiable=("x", "weight", "bias"),
     parameter_shape=lambda sample, name: sample.shape[-dict(sample.options)["norm_ndim"] :],

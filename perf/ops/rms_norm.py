@@ -8,8 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from perf.calls import EPS
-from perf.ops.layer_norm import LAYER_NORM, row_norm_calls
-from perf.ops.samples import true_norm
+from perf.ops.layer_norm import LAYER_NORM, row_norm_calls, true_row_norm
 from perf.ops.workload import FIRST_ORDER, Workload, unnamed
 
 
@@ -17,15 +16,11 @@ def _rms_norm(functional: Any, x: Tensor, weight: Any = None, norm_ndim: int = 1
     return functional.rms_norm(x, x.shape[x.dim() - norm_ndim :], weight, EPS)
 
 
-def _true_rms_norm(x: Tensor, weight: Any = None, norm_ndim: int = 1) -> Tensor:
-    return true_norm(x, tuple(range(-norm_ndim, 0)), weight, None, EPS, centered=False)
-
-
 RMS_NORM = LAYER_NORM.sibling(
     "rms_norm",
     ("x", "weight"),
     call=_rms_norm,
-    truth=_true_rms_norm,
+    truth=functools.partial(true_row_norm, centered=False),
     gpu_workloads=(
         Workload("Llama 8B", (8192, 4096), quick=True),
         Workload("Llama 405B", (4096, 16384)),

@@ -91,14 +91,10 @@ class Workload:
         return getattr(torch, self.dtype)
 
     @property
-    def statistic_dtype(self) -> torch.dtype:
-        """Dtype of what is summed, and of statistics."""
-        return torch.promote_types(self.torch_dtype, torch.float32)
-
-    @property
     def param_dtype(self) -> torch.dtype:
         """Dtype of parameters: torch's layer norm wants that of the input, batch norm at least float32."""
-        return self.statistic_dtype if self.record.has_channels else self.torch_dtype
+        dtype = self.torch_dtype
+        return torch.promote_types(dtype, torch.float32) if self.record.has_channels else dtype
 
     @property
     def pass_bytes(self) -> int:

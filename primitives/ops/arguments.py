@@ -167,16 +167,12 @@ def group_norm(label: str, x: Tensor, num_groups: int, **params: Tensor | None) 
             f"group_norm: num_groups must be positive and divide the channels of {label}, {channels}, got {num_groups}."
         )
     _pair("group_norm", label, x, (channels,), f"axis 1 of {label}", **params)
-    if _values_per_group(x, num_groups) == 1:
+    # As torch counts them: over all samples.
+    if math.prod(x.shape[2:], start=x.shape[0] * channels // num_groups) == 1:
         raise ShapeError(
             f"group_norm: {label} must have more than 1 value per group, got {_list(x.shape)} and "
             f"num_groups={num_groups}. Use fewer groups."
         )
-
-
-def _values_per_group(x: Tensor, num_groups: int) -> int:
-    """As torch counts them: over all samples."""
-    return math.prod(x.shape[2:], start=x.shape[0] * x.shape[1] // num_groups)
 
 
 def positive_eps(op_name: str, value: float) -> None:

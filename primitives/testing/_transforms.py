@@ -249,7 +249,8 @@ def _compiled_jvp(subject: Subject, record: Record, value: Callable) -> None:
     args = subject.map(contiguous).args
     options: dict[str, Any] = {"namespace": subject.namespace}
     leaves = [optree.tree_leaves(arg, **options) for arg in args]
-    chosen = [i for i, some in enumerate(leaves) if some and all(map(_is_floating, some))]
+    floating = [[isinstance(x, torch.Tensor) and has_derivatives(x.dtype) for x in some] for some in leaves]
+    chosen = [i for i, some in enumerate(floating) if some and all(some)]
     if not chosen:
         record.note("no jvp under compile: no argument holds floating tensors alone")
         return
@@ -268,7 +269,3 @@ def _compiled_jvp(subject: Subject, record: Record, value: Callable) -> None:
     gots, wants = (subject.tensors_of(run(primals, tangents)) for run in (_compiled(pushed), pushed))
     # Constants have tangents of zeros, or none.
     record.all_close([f"tangent {i} of the results" for i in range(len(wants))], gots, wants, ", compiled,")
-
-
-def _is_floating(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and has_derivatives(leaf.dtype)

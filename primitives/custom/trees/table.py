@@ -77,7 +77,7 @@ class StructureTable:
             tensors: list[Any] = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
             if len(tensors) < len(leaves):
                 leaves = [_concrete(leaf) for leaf in leaves]
-                other_key = tuple(map(_content_or_tensor, leaves))
+                other_key = tuple(None if isinstance(leaf, torch.Tensor) else _content(leaf) for leaf in leaves)
             else:
                 other_key = ()
             # Treespecs of dicts agree whatever the order of insertion is; a function may go by it.
@@ -198,7 +198,3 @@ def _content(value: Any) -> Any:
         hash(value)  # Only what is frozen may be kept.
         return kind, *[_content(getattr(value, field.name)) for field in dataclasses.fields(value)]
     return kind, value
-
-
-def _content_or_tensor(leaf: Any) -> Any:
-    return None if isinstance(leaf, torch.Tensor) else _content(leaf)

@@ -168,10 +168,7 @@ def _add_layer_norm_vjp(residuals: Any, cotangents: Any, output_mask: Any) -> di
     mask = (output_mask.x and not is_shared, output_mask.residual or is_shared, output_mask.weight, output_mask.bias)
     given = (c.y, c.s, r.s, r.weight, r.mean, r.rstd, r.seed, r.p)
     out = dict(zip(output_mask._fields, add_layer_norm_bwd_p(*given, *_of_norm(r), mask), strict=False))
-    return _masked({**out, "x": out["residual"] if is_shared else out["x"]}, output_mask)
-
-
-def _masked(found: dict[str, Tensor | None], output_mask: Any) -> dict[str, Tensor | None]:
+    found = {**out, "x": out["residual"] if is_shared else out["x"]}
     return {name: bar for name, bar in found.items() if getattr(output_mask, name)}
 
 
