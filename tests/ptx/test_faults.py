@@ -230,12 +230,25 @@ OUT = "mad.wide.u32 %rd0, %r0, 4, %rd0; st.global.b32 [%rd0], %r3;"
             set(),
         ),
         ("setp.lt.u32 %p1, %r0, 7; @%p1 bra away; shfl.sync.bfly.b32 %r1, %r0, 1, 31, -1; away:", {"divergence"}),
+        ("setp.lt.u32 %p1, %r0, 7; @%p1 bra away; bar.warp.sync -1; away:", {"divergence"}),
         ("setp.lt.u32 %p1, %r0, 7; @%p1 add.u32 %r0, %r0, 1; shfl.sync.bfly.b32 %r1, %r0, 1, 31, -1;", set()),
     ],
 )
 def test_shared_memory_and_barriers(body, kinds):
     assert kinds <= kinds_of(body)
     assert bool(kinds) == bool(kinds_of(body))
+
+
+def test_copies_land_once_when_their_group_is_waited_for():
+    body = """cvta.to.global.u64 %rd1, %rd1; cp.async.ca.shared.global [0], [%rd1], 4; cp.async.commit_group;
+    cp.async.ca.shared.global [4], [%rd1+4], 4; cp.async.commit_group; cp.async.wait_group 1; bar.warp.sync -1;
+    mov.b32 %r1, 7; st.shared.b32 [0], %r1; {} bar.warp.sync -1; ld.shared.v2.b32 {{%r2, %r3}}, [0];
+    st.global.v2.b32 [%rd0], {{%r2, %r3}};"""
+    for wait, kinds in (("cp.async.wait_all;", set()), ("", {"unfinished copy", "undefined value"})):
+        out = np.zeros(2, np.uint32)
+        faults, _ = run(body.format(wait), [out, np.array([5, 6], np.uint32)], threads=32, shared_bytes=16)
+        assert {fault.kind for fault in faults} == kinds
+        assert wait == "" or out.tolist() == [7, 6]
 
 
 def test_counts_are_exact():

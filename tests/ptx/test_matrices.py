@@ -193,23 +193,27 @@ def test_wgmma(left, width, is_turned):
     first, turns = "%rd5", "1, 1, {0}, {0}"
     if left == "registers":
         first, turns = f"{{{registers(40, 4)}}}", "1, 1, {0}"
-    body = f"""{FILL.format(step=256, times=128)} {loads(2, 1, 16)} {loads(3, 40, 4)}
-    mov.b64 %rd5, {words[0]}; mov.b64 %rd6, {words[1]}; mov.pred %p1, -1; fence.proxy.async.shared::cta;
-    wgmma.fence.sync.aligned;
-    wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {{{registers(1, 16)}}}, {first}, %rd6, %p1,
-      {turns.format(int(is_turned))}; wgmma.commit_group.sync.aligned; {{wait}} {stores(0, 1, 16)}"""
+    product = f"""wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {{{registers(1, 16)}}}, {first}, %rd6, %p1,
+      {turns.format(int(is_turned))}; wgmma.commit_group.sync.aligned;"""
     given = [out, memory, added, packed]
-    faults, _ = run(body.replace("{wait}", "wgmma.wait_group.sync.aligned 0;"), given, 128, shared_bytes=32768)
-    assert not faults
+
+    def faults_of(products):
+        body = f"""{FILL.format(step=256, times=128)} {loads(2, 1, 16)} {loads(3, 40, 4)} setp.lt.u32 %p2, %r0, 32;
+        mov.b64 %rd5, {words[0]}; mov.b64 %rd6, {words[1]}; mov.pred %p1, -1; fence.proxy.async.shared::cta;
+        wgmma.fence.sync.aligned; {products} away: {stores(0, 1, 16)}"""
+        return {each.kind for each in run(body, given, 128, shared_bytes=32768)[0]}
+
+    wait = "wgmma.wait_group.sync.aligned {};".format
+    assert not faults_of(product + wait(0))
     np.testing.assert_array_equal(out, of_threads(a @ b.T + c, place_of_d, 16))
-    if left == "shared" and width == 8:
-        # Who looks before the wait, writes what is still read, or leaves a warp out, is found out.
-        (report, *_), _ = run(body.replace("{wait}", ""), given, 128, shared_bytes=32768)
-        assert report.kind == "undefined value"
-        faults, _ = run(body.replace("{wait}", "st.shared.b32 [0], %r0;"), given, 128, shared_bytes=32768)
-        assert "unfinished product" in {each.kind for each in faults}
-        alone = body.replace("{wait}", "away:").replace(
-            "wgmma.fence", "setp.lt.u32 %p2, %r0, 32; @%p2 bra away; wgmma.fence"
-        )
-        faults, _ = run(alone, given, 128, shared_bytes=32768)
-        assert "divergence" in {each.kind for each in faults}
+    if (left, width) == ("shared", 8):
+        # Whoever looks before the wait, writes what is still read, or leaves a warp out, is found out.
+        zero = "mov.b32 %r50, 0; st.shared.b32 [0], %r50;"
+        assert faults_of(product) == {"undefined value"}
+        assert "unfinished product" in faults_of(product + zero + wait(0))
+        assert "divergence" in faults_of("@%p2 bra away;" + product)
+        assert not faults_of(product + wait(0) + "bar.sync 0;" + zero)
+        # One that goes on with the accumulators needs no wait, and is one to wait for.
+        assert faults_of(product * 2 + wait(1)) == {"undefined value"}
+        assert not faults_of(product * 2 + wait(0))
+        np.testing.assert_array_equal(out, of_threads(2 * a @ b.T + c, place_of_d, 16))
