@@ -86,7 +86,7 @@ def check_kernel(
       masked load without `other`.
     - `unfinished copy`, `unfinished product`: memory of a `cp.async` or a `wgmma` is touched before a wait for it.
     - `barrier divergence`, `divergence`: not all threads of a block come to a barrier, or of a warp to an instruction
-      of the warp.
+      of the warp, or of four warps to a `wgmma`.
 
     Args:
         launcher: A function that launches kernels of `triton.jit`.
