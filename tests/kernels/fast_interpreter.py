@@ -13,38 +13,11 @@ import triton.language as tl
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
-# Operators of tensors, and what they do to the elements of operands of one type.
-_OPERATORS = {
-    **{
-        "add": np.add,
-        "sub": np.subtract,
-        "mul": np.multiply,
-        "and": np.bitwise_and,
-        "or": np.bitwise_or,
-        "xor": np.bitwise_xor,
-    },
-    **{"truediv": np.divide, "mod": np.fmod, "floordiv": lambda x, y: (x - np.fmod(x, y)) // y},
-    **{
-        "lt": np.less,
-        "le": np.less_equal,
-        "gt": np.greater,
-        "ge": np.greater_equal,
-        "eq": np.equal,
-        "ne": np.not_equal,
-    },
-}
-_INDICES = {"int32", "int64"}
-_PLAIN = {dtype.name for dtype in (tl.float32, tl.float64, tl.int32, tl.int64, tl.uint32, tl.uint64)}
-
 
 def install() -> None:
     """Make the interpreter of this process faster, for good. Call it once."""
     _replace_language()
     _remember_types()
-    for name, operation in _OPERATORS.items():
-        for place in (f"__{name}__", f"__r{name}__"):
-            if place in vars(tl.tensor):
-                setattr(tl.tensor, place, _at_once(getattr(tl.tensor, place), operation, place.startswith("__r")))
     _pass_operands_on()
     # It works out whether integers overflow and says so in debug mode alone, in which the interpreter never is.
     TritonSemantic.binary_op_sanitize_overflow_impl = lambda self, lhs, rhs, binary_op: None
@@ -93,55 +66,6 @@ def _remember_types() -> None:
         return dtypes[type.name]
 
     tl.core.block_type.__init__, tl.tensor.__init__, interpreter._get_np_dtype = init_type, init_tensor, remembered
-
-
-def _at_once(operator: Any, operation: Any, is_swapped: bool) -> Any:
-    """An operator of tensors that knows after one call what operands of these types take: one operation of numpy."""
-    plans: dict[tuple, tuple | None] = {}
-
-    def run(self: Any, other: Any) -> Any:
-        if type(other) is tl.constexpr:
-            other = other.value
-        is_tensor = type(other) is tl.tensor
-        # Zeros of either sign are equal.
-        key = (self.type.name, other.type.name) if is_tensor else (self.type.name, type(other), other or repr(other))
-        if key not in plans:
-            result = operator(self, other)
-            convert = _conversion(self, other, operation)
-            made = {name: value for name, value in vars(result).items() if name != "handle"}
-            plans[key] = convert and (convert, made, result.handle.dtype)
-            return result
-        if plans[key] is None:
-            return operator(self, other)
-        convert, made, handle_dtype = plans[key]
-        left, right = self.handle.data, convert(other)
-        data = operation(right, left) if is_swapped else operation(left, right)
-        handle, tensor = object.__new__(interpreter.TensorHandle), object.__new__(tl.tensor)
-        vars(handle).update(data=data, dtype=handle_dtype, attr={})
-        vars(tensor).update(made, handle=handle)
-        return tensor
-
-    return run
-
-
-def _conversion(self: Any, other: Any, operation: Any) -> Any:
-    """A function of the other operand that gives what numpy needs, or None where that would be something else."""
-    name = self.dtype.name
-    if operation is np.divide and self.dtype.is_int():
-        return None
-    if type(other) is not tl.tensor:
-        kinds = (int,) if self.dtype.is_int() else (int, float)
-        number = np.array([other], self.handle.data.dtype) if name in _PLAIN and type(other) in kinds else None
-        return None if number is None else lambda other: number
-    names = {name, other.dtype.name}
-    if self.dtype.is_ptr() and operation is np.add and other.dtype.name in _INDICES:
-        width = max(1, self.dtype.element_ty.primitive_bitwidth // 8)
-        return lambda other: width * other.handle.data.astype(np.uint64)
-    # Of integers numpy takes the wider type too.
-    is_plain = names <= _INDICES or (len(names) == 1 and name in _PLAIN)
-    if is_plain or (names == {"int1"} and operation in (np.bitwise_and, np.bitwise_or)):
-        return lambda other: other.handle.data
-    return None
 
 
 def _pass_operands_on() -> None:
