@@ -1,4 +1,4 @@
-"""What kernels read and multiply in Triton's interpreter, and processes that have none.
+"""What kernels read and multiply in Triton's interpreter.
 
 What leaves a tensor, or depends on the order of programs, shows on the emulator (`tests/ptx`).
 """
@@ -7,18 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
-import pathlib
-import subprocess
-import sys
 import unittest.mock
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 from triton.runtime.interpreter import GridExecutor, InterpreterBuilder
-
-REPOSITORY = pathlib.Path(__file__).parents[2]
 
 
 class Accesses(NamedTuple):
@@ -65,13 +59,3 @@ def watched() -> Iterator[list[Launch]]:
         unittest.mock.patch.multiple(InterpreterBuilder, **in_class),
     ):
         yield seen
-
-
-def run_compiled(module: str, *arguments: str, failure: str = "") -> str:
-    """The output of a module in a process without the interpreter, in which kernels are compiled."""
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPOSITORY), env.get("PYTHONPATH")]))
-    command = [sys.executable, "-W", "ignore", "-m", module, *arguments]
-    done = subprocess.run(command, cwd=REPOSITORY, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, f"{failure}\n{done.stderr[-4000:]}"
-    return done.stdout
