@@ -14,7 +14,7 @@ from primitives.__main__ import arguments_of, public_functions
 from tests.support import TORCH_ERRORS, assert_raises
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
-BF16, F64 = torch.bfloat16, torch.float64
+BF16 = torch.bfloat16
 
 
 def ones(*shape, **options):

@@ -42,7 +42,7 @@ def attention_options(draw, shape):
         "bias_shape": draw(st.sampled_from(of_bias)) if not causal else (*batch, heads, rows, rows),
         "causal": causal,
         "masked": not causal and draw(st.booleans()),
-        "p": draw(st.sampled_from((0.0, 0.4))),
+        "p": draw(st.sampled_from((0.0, 0.4, 1.0))),
         "lse": draw(st.booleans()),
     }
 

@@ -1,48 +1,20 @@
 """The functional API over pytrees: structures, None leaves, prefix trees, errors with key paths, atomic writes."""
 
-import collections
-
 import optree
 import pytest
 import torch
 from torch.testing import assert_close
 
 import primitives as pr
-from tests.func.func_trees import NAMESPACE, Affine, Batch, assert_tree
+from tests.func.func_trees import assert_tree
 
 
 def leaf(seed, channels=3, rows=5):
     return torch.randn(rows, channels, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-TREES = {
-    "dict": lambda a, b, c: {"a": a, "b": {"c": b, "d": c}},
-    "namedtuple": lambda a, b, c: Batch(a, Batch(b, c)),
-    "OrderedDict": lambda a, b, c: collections.OrderedDict(z=a, b=b, a=c),
-    "dataclass": lambda a, b, c: Affine(a, {"x": b, "y": c}),
-}
-CALLS = {
-    "layer_norm": lambda x, **kwargs: pr.functional.layer_norm(x, (3,), **kwargs),
-    "log_softmax": lambda x, **kwargs: pr.functional.log_softmax(x, 1, **kwargs),
-    "batch_norm": lambda x, **kwargs: pr.functional.batch_norm(x, None, None, training=True, **kwargs),
-}
-
-
 def assert_same(ours, theirs):
     assert_tree(ours, theirs, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("call, tree", [("layer_norm", t) for t in TREES] + [(c, "dict") for c in CALLS])
-def test_a_tree_is_mapped_leaf_by_leaf(call, tree):
-    """`None` leaves stay as they are."""
-    leaves = [leaf(0), None, leaf(2, rows=7)]
-    ours = CALLS[call](TREES[tree](*leaves), namespace=NAMESPACE)
-    assert type(ours) is type(TREES[tree](*leaves))
-    assert_same(ours, TREES[tree](*[x if x is None else CALLS[call](x) for x in leaves]))
-    assert CALLS[call]([{}, ()]) == [{}, ()]
-    if tree == "dataclass":
-        with pytest.raises(pr.DtypeError, match=r"^layer_norm: input must be a tensor, got Affine"):
-            CALLS[call](Affine(leaf(0), None))
 
 
 def test_prefix_trees_of_parameters():

@@ -234,7 +234,7 @@ def test_what_calls_a_graph_may_be_compiled():
         outs, saved = forward(primals)
         return graph(primals), (outs, backward(saved))
 
-    compiled = torch.compile(all_of_it, backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(all_of_it, backend="eager", fullgraph=True)
     for size in (5, 7):
         given = primals[0], leaf(size, 3, dtype=torch.float32, seed=size).detach(), 2.0
         for results in compiled(*given):

@@ -31,17 +31,12 @@ def made_inside(x, y):
     x.add_(made)
 
 
-# Writes to two matrices, and the labels of the written ones.
+# Writes to two matrices that no random program has, and the labels of the written ones.
 PROGRAMS = {
-    "data": (lambda x, y: x.add_(y), "x"),
-    "view": (lambda x, y: x[1:].t()[0].mul_(2), "x"),
     "out": (add_into, "x"),
     "foreach": (lambda x, y: torch._foreach_add_([x, y], 1.0), "xy"),
-    "index": (lambda x, y: x.__setitem__((0, slice(1)), 5.0), "x"),
     "masked": (lambda x, y: x.__setitem__(x > 0, 0.0), "x"),
-    "metadata": (lambda x, y: y.t_(), "y"),
     "back again": (lambda x, y: x.t_().t_(), ""),
-    "metadata and data": (lambda x, y: x.t_().add_(1), "x"),
     "native norm": (lambda x, y: torch.native_batch_norm(x, None, None, y[0], y[1], True, 0.1, 1e-5), "y"),
     "made inside": (made_inside, "x"),
     "write_back": (lambda x, y: torch.ops.primitives.write_back([x], [y]), "x"),
@@ -49,7 +44,7 @@ PROGRAMS = {
 
 
 @pytest.mark.parametrize("program, labels", PROGRAMS.values(), ids=PROGRAMS)
-@pytest.mark.parametrize("tracing_mode", [None, "fake", "symbolic"])
+@pytest.mark.parametrize("tracing_mode", [None, "symbolic"])
 def test_new_values(program, labels, tracing_mode):
     x, y = data(2, 2), data(2, 2, seed=1)
     expected = x.clone(), y.clone()
