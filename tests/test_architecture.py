@@ -1,21 +1,18 @@
-"""The shape of the code: layers, no circles, no private names of others, complete primitives."""
+"""The shape of the code: layers, no circles, no private names of others."""
 
 import ast
 import collections
 import functools
 import graphlib
 import importlib.util
-import inspect
 import pathlib
 import re
 import subprocess
 import sys
 
-import pytest
 import torch
 
 import primitives as pr
-from primitives._core import registered_primitives
 
 ROOT = pathlib.Path(pr.__file__).resolve().parent.parent
 PACKAGES = ("primitives", "triton_kernels", "perf")
@@ -150,38 +147,6 @@ def test_private_names_are_read_in_their_own_module_alone():
     faults = {"primitives.a": "class A:\n  _x = 1", "primitives.b": "a._x\nfrom primitives.a import _y\ntorch._z"}
     assert len(list(foreign_names({name: ast.parse(text) for name, text in faults.items()}))) == 2
     assert [name for name in foreign_names(trees()) if not DEVICE_FUNCTIONS.match(name)] == []
-
-
-# Primitives.
-
-OURS = {name: op for name, op in registered_primitives().items() if name.startswith("primitives::")}
-
-
-@pytest.mark.parametrize("name", OURS)
-def test_primitives_are_complete(name):
-    op = OURS[name]
-    assert "cuda" in op.rules.kernels
-    assert op.has_rule("vmap"), "the batch folds into the kernel's own rows or channels"
-    assert {"mean", "rstd"}.intersection(op.spec.outputs) <= {*op.spec.statistics}
-    assert (op.has_rule("vjp") and op.has_rule("jvp")) or op.rules.decomposable
-    # One that is made, of formulas or of other operators, hands on what it does not look at.
-    *named, last = inspect.signature(op.rule("reference")).parameters
-    assert last in ("args", op.spec.arguments[-1])
-    assert tuple(named) == (op.spec.arguments[: len(named)] if last == "args" else op.spec.arguments[:-1])
-
-
-def rooms(op):
-    """Folders of the file of an operation, and of all functions that are its rules."""
-    stem = re.sub("(_double_backward)?(_bwd|_fwd)?(_jvp)?$", "", op.name)
-    yield from (name.split(".")[2] for name in trees() if re.fullmatch(rf"primitives\.ops\.\w+\.{stem}", name))
-    for rule in (*op.rules.given.values(), *op.rules.kernels.values()):
-        own = re.match(r"primitives\.ops\.(\w+)\.", rule.__module__)
-        yield from [own[1]] if own else []
-
-
-@pytest.mark.parametrize("name", OURS)
-def test_one_family_one_folder(name):
-    assert len({*rooms(OURS[name])}) == 1, "operation and rules lie in one folder of primitives/ops, and in no other"
 
 
 def test_tests_for_a_gpu_are_collected_in_one_process():

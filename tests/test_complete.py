@@ -1,5 +1,6 @@
 """An operation that lacks a part fails here, with a sentence for each part that says what to write and where."""
 
+import inspect
 import pathlib
 import re
 
@@ -22,16 +23,8 @@ def lacking(case):
     # As prose has it: layer norm, log-softmax.
     words = public.replace("_", "[ _-]")
     family = case.family or case.name
-    ops = (*case.first_order, *case.second_order)
-    has_second_order = case.second_order or all(op.has_rule("vjp") or op.rules.decomposable for op in ops)
-    without_vmap = [op.name for op in ops if not op.has_rule("vmap")]
-    without_kernel = [op.name for op in ops if "cuda" not in op.rules.kernels]
     parts = {
         f"the function {public} with its checks, offered by primitives/functional.py": hasattr(pr.functional, public),
-        f"def_vmap of {', '.join(without_vmap)}, in primitives/ops/*/{family}.py": not without_vmap,
-        f"bind_kernels of {', '.join(without_kernel)}, in primitives/ops/*/{family}.py": not without_kernel,
-        f"{family}_double_backward and _bwd_jvp, in a file of second order beside it, or decomposable=True of the "
-        "derivatives": has_second_order,
         f"a line on how DTensors may be cut, in FAMILIES of primitives/_distributed/_axes.py: {family}": is_known(
             family
         ),
@@ -65,6 +58,37 @@ def unrecorded(primitives):
 
 def test_primitives_have_a_record():
     assert not (found := [*unrecorded(registered_primitives())]), "\n".join(found)
+
+
+OURS = {name: op for name, op in registered_primitives().items() if name.startswith("primitives::")}
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_primitives_are_complete(name):
+    op = OURS[name]
+    assert "cuda" in op.rules.kernels, "write bind_kernels"
+    assert op.has_rule("vmap"), "write def_vmap: the batch folds into the kernel's own rows or channels"
+    assert {"mean", "rstd"}.intersection(op.spec.outputs) <= {*op.spec.statistics}
+    is_differentiated = (op.has_rule("vjp") and op.has_rule("jvp")) or op.rules.decomposable
+    assert is_differentiated, "write its rules of second order in a file beside it, or say decomposable=True"
+    # One that is made, of formulas or of other operators, hands on what it does not look at.
+    *named, last = inspect.signature(op.rule("reference")).parameters
+    assert last in ("args", op.spec.arguments[-1])
+    assert tuple(named) == (op.spec.arguments[: len(named)] if last == "args" else op.spec.arguments[:-1])
+
+
+def rooms(op):
+    """Folders of the file of an operation, and of all functions that are its rules."""
+    stem = re.sub("(_double_backward)?(_bwd|_fwd)?(_jvp)?$", "", op.name)
+    yield from (path.parent.name for path in (ROOT / "primitives" / "ops").glob(f"*/{stem}.py"))
+    for rule in (*op.rules.given.values(), *op.rules.kernels.values()):
+        own = re.match(r"primitives\.ops\.(\w+)\.", rule.__module__)
+        yield from [own[1]] if own else []
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_one_family_one_folder(name):
+    assert len({*rooms(OURS[name])}) == 1, "operation and rules lie in one folder of primitives/ops, and in no other"
 
 
 def test_the_self_check_finds_every_function_right():

@@ -1,9 +1,6 @@
 """Errors: their types next to torch's for the same call, what they name, and that nothing happens before them."""
 
 import inspect
-import pickle
-import traceback
-import types
 
 import pytest
 import torch
@@ -260,68 +257,6 @@ def test_a_call_that_raises_writes_nothing(wrong):
         with pytest.raises(TORCH_ERRORS):
             function(X, **given, training=True)
     assert all(value._version == 0 for value in kept)
-
-
-PUBLIC = (pr, pr.autograd, pr.custom, pr.decompositions, pr.func, pr.functional, pr.nn, pr.testing, pr.tracing)
-
-
-@pytest.mark.parametrize("module", PUBLIC, ids=lambda module: module.__name__)
-def test_what_is_public_goes_by_its_public_name(module):
-    for name in module.__all__:
-        value = getattr(module, name)
-        if isinstance(value, (type, types.FunctionType)):
-            assert value.__module__ in (module.__name__, "primitives"), name
-            assert pickle.loads(pickle.dumps(value)) is value
-    assert {name for name in dir(module) if not name.startswith("__")} | {"__version__"} == {
-        *module.__all__,
-        "__version__",
-    }
-
-
-# Arguments that torch deprecates, and how its own loss is to be cut.
-NOT_TAKEN = {"only_inputs", "grad_variables", "options"}
-
-
-@pytest.mark.parametrize("ours, theirs", [(pr.func, torch.func), (pr.autograd, torch.autograd), (pr.functional, F)])
-def test_what_has_a_name_of_torchs_takes_its_arguments(ours, theirs):
-    if ours is pr.func:
-        assert {name for name in dir(theirs) if not name.startswith("_")} <= {*ours.__all__}
-    for name in {*ours.__all__}.intersection(dir(theirs)):
-        try:
-            wanted = inspect.signature(getattr(theirs, name)).parameters
-        except ValueError:
-            # Of a builtin, Python knows none.
-            continue
-        found = inspect.signature(getattr(ours, name)).parameters
-        assert all(p.kind is p.KEYWORD_ONLY for key, p in found.items() if key not in wanted), name
-        for place, (argument, parameter) in enumerate(wanted.items()):
-            if argument in NOT_TAKEN or argument.startswith("_"):
-                continue
-            assert found[argument].default == parameter.default, (name, argument)
-            # Nothing else at its place: an argument of torch's call lands where it did, or is refused.
-            assert found[argument].kind is inspect.Parameter.KEYWORD_ONLY or [*found][place] == argument, name
-
-
-def test_every_error_is_public_under_one_base():
-    found = [pr.PrimitivesError]
-    for cls in found:
-        found += cls.__subclasses__()
-    public = {cls.__name__: cls for cls in found if not cls.__name__.startswith("_")}
-    assert len(public) > 12
-    assert {name: getattr(pr, name) for name in public} == public
-    assert traceback.format_exception_only(pr.ShapeError("x")) == ["primitives.ShapeError: x\n"]
-    # Of what Python raises for the like of it, too.
-    assert all(len(cls.__mro__) > 4 for cls in public.values() if cls is not pr.PrimitivesError)
-
-
-def test_a_name_that_lives_elsewhere_and_a_context_that_was_not_called():
-    with pytest.raises(AttributeError, match=r"'convert'\. Did you mean primitives\.nn\.convert\?"):
-        _ = pr.convert
-    with pytest.raises(AttributeError, match=r"'nonsense'\.$"):
-        _ = pr.nonsense
-    for context in (pr.repair_torch, pr.use_backend):
-        with pytest.raises(TypeError, match=rf"as in `with {context.__name__}\(\.\.\.\):`"), context:
-            pass
 
 
 def test_vmap_over_a_batch_norm_in_training_names_the_module_and_the_remedy():
