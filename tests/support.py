@@ -108,9 +108,9 @@ def torchs_module(name: str) -> Any:
     return next(info for info in module_db if info.module_cls.__name__ == name)
 
 
-def data(*shape: int, seed: int = 0) -> Tensor:
-    """Normal numbers in float64."""
-    return normal(shape, seed)
+def data(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Normal numbers, those of a seed the same in every dtype."""
+    return normal(shape, seed).to(dtype)
 
 
 def randn(*shape: int) -> Tensor:

@@ -15,16 +15,12 @@ from primitives.ops.norms.layer_norm import layer_norm_p
 from primitives.ops.softmax.log_softmax import log_softmax_p
 from primitives.ops.softmax.softmax import softmax_p
 from tests.properties import leaves
+from tests.support import data
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # Cross-entropy's records run the primitive, and its function casts; attention is cast on the CPU too.
 NOT_CAST = [case for case in CASES if "cross_entropy" not in case.name and not case.forward.has_rule("AutocastCPU")]
 AUTOCAST_CUDA = _C.DispatchKeySet(_C.DispatchKey.AutocastCUDA)
-
-
-def data(dtype, device="cpu"):
-    x = torch.randn(5, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    return x.to(device, dtype)
 
 
 def under_cuda_autocast(op, *args):
@@ -50,7 +46,7 @@ def test_nothing_is_cast_on_the_cpu(case, device):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_operators_run_in_float32_under_cuda_autocast(dtype):
-    x, weight = data(dtype), data(dtype)[0]
+    x, weight = data(5, 4, dtype=dtype), data(5, 4, dtype=dtype)[0]
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     y, mean, rstd = under_cuda_autocast(layer_norm_p, x, weight, None, 1, 0, 1e-5, True, False, False)
     assert (y.dtype, mean.dtype, rstd.dtype) == (wide, wide, wide)
@@ -64,13 +60,17 @@ def test_operators_run_in_float32_under_cuda_autocast(dtype):
 
 
 def test_each_argument_of_low_precision_is_cast_by_itself():
-    x, weight, bias = data(torch.bfloat16), data(torch.float32)[0], data(torch.float16)[1]
+    x, weight, bias = (
+        data(5, 4, dtype=torch.bfloat16),
+        data(5, 4, dtype=torch.float32)[0],
+        data(5, 4, dtype=torch.float16)[1],
+    )
     y = under_cuda_autocast(layer_norm_p, x, weight, bias, 1, 0, 1e-5, True, False, False)[0]
     assert torch.equal(y, pr.functional.layer_norm(x.float(), (4,), weight, bias.float()))
 
 
 def test_gradients_come_back_in_the_dtype_of_the_input_under_cuda_autocast():
-    x, weight = data(torch.bfloat16).requires_grad_(), data(torch.bfloat16)[0].requires_grad_()
+    x, weight = data(5, 4, dtype=torch.bfloat16).requires_grad_(), data(5, 4, dtype=torch.bfloat16)[0].requires_grad_()
     y, z = (
         under_cuda_autocast(layer_norm_p, x, weight, None, 1, 0, 1e-5, True, False, False)[0],
         under_cuda_autocast(log_softmax_p, x, 1, None),
@@ -140,7 +140,7 @@ LINEAR_ALGEBRA = {
 
 @pytest.mark.parametrize("name", LINEAR_ALGEBRA)
 def test_formulas_of_linear_algebra_are_not_rounded(name):
-    f, a = LINEAR_ALGEBRA[name], torch.eye(4) + data(torch.float32)[:4] / 4
+    f, a = LINEAR_ALGEBRA[name], torch.eye(4) + data(5, 4, dtype=torch.float32)[:4] / 4
     with pr.repair_torch():
         # Reverse mode alone is torch's where torch has it right, until a first tangent registers the formulas.
         for nesting in ("f", "r", *nestings(2)):

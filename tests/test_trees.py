@@ -7,10 +7,7 @@ from torch.testing import assert_close
 
 import primitives as pr
 from tests.func.func_trees import assert_tree
-
-
-def leaf(seed, channels=3, rows=5):
-    return torch.randn(rows, channels, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+from tests.support import data
 
 
 def assert_same(ours, theirs):
@@ -18,10 +15,10 @@ def assert_same(ours, theirs):
 
 
 def test_prefix_trees_of_parameters():
-    x = {"a": leaf(0), "b": [leaf(1), leaf(2)], "c": (leaf(3), None)}
-    shared = leaf(4)[0].requires_grad_()
+    x = {"a": data(5, 3, seed=0), "b": [data(5, 3, seed=1), data(5, 3, seed=2)], "c": (data(5, 3, seed=3), None)}
+    shared = data(5, 3, seed=4)[0].requires_grad_()
     weight = {"a": torch.full((3,), 2.0).double(), "b": shared, "c": None}
-    bias = {"a": None, "b": [leaf(5)[0], None], "c": (leaf(6)[0], leaf(7)[0])}
+    bias = {"a": None, "b": [data(5, 3, seed=5)[0], None], "c": (data(5, 3, seed=6)[0], data(5, 3, seed=7)[0])}
     ours = pr.functional.layer_norm(x, (3,), weight, bias)
 
     def single(leaf, w, b):
@@ -45,8 +42,8 @@ def test_prefix_trees_of_parameters():
     ids=["missing", "children", "leaf"],
 )
 def test_a_wrong_prefix_is_named_with_its_key_path(weight, path):
-    x = {"a": leaf(0), "b": {"c": leaf(1), "d": [leaf(2), leaf(3)]}}
-    weight = weight(leaf(4)[0])
+    x = {"a": data(5, 3, seed=0), "b": {"c": data(5, 3, seed=1), "d": [data(5, 3, seed=2), data(5, 3, seed=3)]}}
+    weight = weight(data(5, 3, seed=4)[0])
     with pytest.raises(
         pr.TreeError, match=r"^layer_norm: weight must be one value or a tree prefix of input"
     ) as caught:
@@ -63,9 +60,9 @@ def batch_norm_state():
     return torch.zeros(3, dtype=torch.float64), torch.ones(3, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("bad", [leaf(1, channels=4), leaf(1).int(), leaf(1, rows=1), 1.0])
+@pytest.mark.parametrize("bad", [data(5, 4, seed=1), data(5, 3, seed=1).int(), data(1, 3, seed=1), 1.0])
 def test_one_bad_leaf_leaves_the_running_statistics_unwritten(bad):
     state = batch_norm_state()
     with pytest.raises((pr.ShapeError, pr.DtypeError)):
-        pr.functional.batch_norm([leaf(0), bad], *state, training=True)
+        pr.functional.batch_norm([data(5, 3, seed=0), bad], *state, training=True)
     assert [value._version for value in state] == [0, 0]

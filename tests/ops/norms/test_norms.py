@@ -15,11 +15,6 @@ HALF = (torch.float16, torch.bfloat16)
 EPS = 1e-3
 
 
-def randn(*shape, dtype=torch.float64, seed=0):
-    generator = torch.Generator().manual_seed(seed + sum(shape))
-    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
-
-
 @pytest.mark.parametrize("dtype", [*HALF, torch.float32, torch.float64], ids=str)
 def test_eps_none_is_that_of_torch(dtype):
     x = torch.full((2, 4), 1e-4, dtype=dtype)
@@ -29,19 +24,19 @@ def test_eps_none_is_that_of_torch(dtype):
 
 @pytest.mark.usefixtures("backend")
 def test_ada_layer_norm_at_higher_orders_and_in_batches():
-    values = tuple(v.requires_grad_() for v in (randn(2, 3, 4), randn(2, 4, seed=1), randn(2, 4, seed=2)))
+    values = tuple(v.requires_grad_() for v in (data(2, 3, 4), data(2, 4, seed=1), data(2, 4, seed=2)))
     f = functools.partial(pr.functional.ada_layer_norm, eps=EPS)
     options = {"check_batched_grad": True, "fast_mode": True}
     gradgradcheck(f, values, check_fwd_over_rev=True, check_rev_over_rev=True, **options)
     values = tuple(v.detach() for v in values)
-    batch = randn(3, 2, 4, seed=6)
+    batch = data(3, 2, 4, seed=6)
     want = torch.stack([f(values[0], scale, values[2]) for scale in batch])
     assert_close(torch.vmap(f, (None, 0, None))(values[0], batch, values[2]), want)
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 def test_ada_layer_norm_of_half_precision_rounds_once(dtype):
-    x, scale, shift = randn(2, 3, 8, dtype=dtype), randn(2, 8, dtype=dtype, seed=1), randn(2, 8, dtype=dtype, seed=2)
+    x, scale, shift = data(2, 3, 8, dtype=dtype), data(2, 8, dtype=dtype, seed=1), data(2, 8, dtype=dtype, seed=2)
     exact = F.layer_norm(x.double(), (8,)) * (1 + scale.double()[:, None]) + shift.double()[:, None]
     for params in ((scale, shift), (scale.float(), shift.float())):
         y = pr.functional.ada_layer_norm(x, *params)

@@ -8,8 +8,9 @@ from torch.testing import assert_close
 
 import primitives as pr
 from primitives.ops.norms.add_layer_norm import add_layer_norm_p
-from tests.ops.norms.test_norms import HALF, randn
+from tests.support import data
 
+HALF = (torch.float16, torch.bfloat16)
 FUNCTIONS = {"add_layer_norm": F.layer_norm, "add_rms_norm": F.rms_norm}
 every_function = pytest.mark.parametrize("name", FUNCTIONS)
 
@@ -19,7 +20,7 @@ every_function = pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 def test_a_wide_stream_beside_half_precision(name, dtype):
     """The sum stays wide, the normalized one is as narrow as the input; each rounds once."""
-    x, residual, weight = randn(4, 16, dtype=dtype), randn(4, 16, dtype=torch.float32, seed=1), randn(16, dtype=dtype)
+    x, residual, weight = data(4, 16, dtype=dtype), data(4, 16, dtype=torch.float32, seed=1), data(16, dtype=dtype)
     values = [value.requires_grad_() for value in (x, residual, weight)]
     y, s = getattr(pr.functional, name)(x, residual, (16,), weight, eps=1e-3)
     wide = residual + x.float()
@@ -35,8 +36,8 @@ def test_a_wide_stream_beside_half_precision(name, dtype):
 @pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 def test_rounding_before_the_weight_is_that_of_models(dtype):
-    x, weight = randn(64, 16, dtype=dtype), randn(16, dtype=dtype, seed=2)
-    for residual in (randn(64, 16, dtype=dtype, seed=1), randn(64, 16, dtype=torch.float32, seed=1)):
+    x, weight = data(64, 16, dtype=dtype), data(16, dtype=dtype, seed=2)
+    for residual in (data(64, 16, dtype=dtype, seed=1), data(64, 16, dtype=torch.float32, seed=1)):
         y, s = pr.functional.add_rms_norm(x, residual, (16,), weight, 1e-3, cast_first=True)
         x_hat = F.rms_norm(s.double(), (16,), eps=1e-3).to(dtype)
         once = pr.functional.add_rms_norm(x, residual, (16,), weight, 1e-3)[0]
@@ -44,7 +45,7 @@ def test_rounding_before_the_weight_is_that_of_models(dtype):
 
 
 def test_gradients_of_leaves_are_their_own_memory():
-    x, residual = randn(3, 8).requires_grad_(), randn(3, 8, seed=1).requires_grad_()
+    x, residual = data(3, 8).requires_grad_(), data(3, 8, seed=1).requires_grad_()
     y, s = pr.functional.add_layer_norm(x, residual, (8,))
     (y.sin() + s).sum().backward()
     assert torch.equal(x.grad, residual.grad)
@@ -52,7 +53,7 @@ def test_gradients_of_leaves_are_their_own_memory():
 
 
 def test_trees_and_autocast():
-    x, residual = randn(2, 4), randn(2, 4, seed=1)
+    x, residual = data(2, 4), data(2, 4, seed=1)
     y, s = pr.functional.add_layer_norm({"a": x, "b": [x.float()]}, {"a": residual, "b": [residual.float()]}, (4,))
     assert_close((y["a"], s["a"]), pr.functional.add_layer_norm(x, residual, (4,)))
     assert [y["b"][0].dtype, s["b"][0].dtype] == [torch.float32] * 2
@@ -85,7 +86,7 @@ def test_derivatives_of_batch_norm_relu_at_zero_and_at_nan_are_those_of_torch(dt
 
 
 def test_batch_norm_relu_keeps_layout_and_writes_state_as_batch_norm_does():
-    x, residual = (randn(2, 3, 4, 4, seed=seed).to(memory_format=torch.channels_last) for seed in range(2))
+    x, residual = (data(2, 3, 4, 4, seed=seed).to(memory_format=torch.channels_last) for seed in range(2))
     states = [[torch.zeros(3, dtype=x.dtype), torch.ones(3, dtype=x.dtype)] for _ in range(3)]
     y = pr.functional.batch_norm_relu(x, *states[0], training=True, residual=residual)
     assert_close(y, torch.relu(F.batch_norm(x, *states[1], training=True) + residual))
