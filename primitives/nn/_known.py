@@ -22,7 +22,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 
 from primitives import functional
 from primitives.nn._norms import batch_normed
-from primitives.ops.rules import LOW_PRECISION
+from primitives.ops.arguments import LOW_PRECISION
 
 _LIBRARIES = ("transformers", "timm", "diffusers")
 # Other subclasses of tensors run the class's own operations.

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from primitives._core import BatchInfo, Primitive, to_front, triton_kernels_module
 from primitives._core.sequences import tuple_getter
-
-LOW_PRECISION = (torch.float16, torch.bfloat16)
+from primitives.ops.arguments import LOW_PRECISION
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -229,8 +228,8 @@ def called(op: Callable[..., Any], residuals: Any, output_mask: Sequence[bool] |
 
 
 def second_order(
-    bwd: Primitive, jvp: Primitive, bwd_jvp: Callable[..., Any] | None,
-    double_backward: Callable[..., Any] | None = None, every: Sequence[str] = (),
+    bwd: Primitive, jvp: Primitive, bwd_jvp: Callable[..., Any], double_backward: Callable[..., Any] | None = None,
+    every: Sequence[str] = (),
 ) -> None:  # fmt: skip
     """Give the first-order operators of a function their rules.
 
@@ -245,7 +244,6 @@ def second_order(
         bwd: The backward.
         jvp: The jvp.
         bwd_jvp: The tangents of the results of `bwd`: a primitive, or a function as `called` takes it.
-            None where you give `bwd` its jvp rule.
         double_backward: All derivatives of L, where a primitive or a function makes them at once; without it the three
             others do.
         every: What a function differentiates L in; of a primitive its results say it.
@@ -267,8 +265,7 @@ def second_order(
 
         if double_backward is not None:
             return asked(double_backward, every)
-        in_primals = {} if bwd_jvp is None else asked(bwd_jvp, primals)
-        return asked(jvp, bars, takes_mask=False) | asked(bwd, dots) | in_primals
+        return asked(jvp, bars, takes_mask=False) | asked(bwd, dots) | asked(bwd_jvp, primals)
 
     @bwd.def_vjp
     def bwd_vjp(residuals: Any, cotangents: Any, output_mask: Any) -> dict[str, Tensor]:
@@ -279,9 +276,6 @@ def second_order(
     def jvp_vjp(residuals: Any, cotangents: Any, output_mask: Any) -> dict[str, Tensor]:
         names = [dot.removesuffix("_dot") for dot in jvp.spec.outputs]
         return gradient(residuals, output_mask, {f"{name}_bar": getattr(cotangents, f"{name}_dot") for name in names})
-
-    if bwd_jvp is None:
-        return
 
     @bwd.def_jvp
     def bwd_tangents(residuals: Any, tangents: Any) -> Any:

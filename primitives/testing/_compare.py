@@ -14,17 +14,6 @@ from primitives._core.dtypes import has_derivatives
 # of intermediate values, in float32 and float64 the rounding of sums.
 ULPS = {torch.float16: 4, torch.bfloat16: 4, torch.float32: 64, torch.float64: 64}
 ULPS.update({torch.complex64: 64, torch.complex128: 64})
-# A central difference of fourth order with step 1e-4 leaves about 1e-16 of the fifth derivative and 1e-12 of rounding:
-# the first number is relative to the derivative, and far above what a right rule needs; the second to the value.
-STEP = 1e-4
-# A step is at most this part of an argument, so that functions such as sqrt are smooth within it; but of an argument
-# smaller than the floor, which a difference of fourth order would not resolve from rounding, it is that of the floor.
-FLOOR = 1e-5
-DIFFERENCE_TOLERANCE = 1e-6
-ROUNDING_OF_DIFFERENCES = 1e-9
-# Relative to the product of the norms, float64.
-IDENTITY_TOLERANCE = 1e-10
-
 LAYOUTS = ("transposed", "sliced", "expanded")
 # The cotangent of `sum().backward()` has stride 0 everywhere.
 COTANGENT_LAYOUTS = (*LAYOUTS, "constant")
@@ -63,14 +52,6 @@ def all_like(xs: Iterable[Tensor], seed: int) -> list[Tensor]:
         generator = torch.Generator().manual_seed(101 * seed + i)
         numbers.append(torch.randn(x.shape, generator=generator, dtype=wide).to(x.device, x.dtype))
     return numbers
-
-
-def directions(xs: Sequence[Tensor], seed: int) -> list[Tensor]:
-    """Tangents of `xs` along which differences are taken: random, and small where an element of `xs` is small."""
-    return [
-        dot * torch.where(x == 0, torch.ones_like(x.abs()), x.abs().clamp(FLOOR, 1.0))
-        for x, dot in zip(xs, all_like(xs, seed), strict=True)
-    ]
 
 
 def arranged(x: Tensor, layout: str) -> Tensor:

@@ -15,7 +15,6 @@ from primitives._core.dtypes import has_derivatives
 from primitives._core.primitive import Primitive
 from primitives.func import jvp
 from primitives.testing._compare import (
-    IDENTITY_TOLERANCE,
     MismatchError,
     NotApplicableError,
     Record,
@@ -25,7 +24,15 @@ from primitives.testing._compare import (
     contiguous,
     largest,
 )
-from primitives.testing._derivatives import FORWARD, REVERSE, Mode, alone_and_together, modes, pullback
+from primitives.testing._derivatives import (
+    FORWARD,
+    IDENTITY_TOLERANCE,
+    REVERSE,
+    Mode,
+    alone_and_together,
+    modes,
+    pullback,
+)
 from primitives.testing._subject import Subject
 
 Function = Callable[..., tuple[Tensor, ...]]

@@ -63,15 +63,7 @@ from primitives._core import Primitive
 from primitives.ops.attention.blocks import in_blocks
 from primitives.ops.attention.cpu_attention import flash, flash_bwd
 from primitives.ops.attention.rows import Problem, Rows, flipped, noised
-from primitives.ops.rules import (
-    accumulation_dtype,
-    batch_all,
-    bind_family,
-    called,
-    derivatives,
-    empty_output,
-    second_order,
-)
+from primitives.ops.rules import accumulation_dtype, batch_all, bind_family, derivatives, empty_output, second_order
 
 # The arguments that say what attends to what, and what no derivative reaches.
 OPTIONS = "Tensor? mask, Tensor? seed, Tensor? offset, float scale, bool causal, float dropout_p"
@@ -316,16 +308,15 @@ def _attention_autocast(primals: Any) -> Any:
 # The batch is one more first axis of every tensor.
 batch_all(*_ops, attention_double_backward_p)
 
-# The tangents of the backward are derivatives of L, too.
-second_order(attention_bwd_p, attention_jvp_p, None, attention_double_backward_p)
 
-
-@attention_bwd_p.def_jvp
-def _attention_bwd_jvp(residuals: Any, tangents: Any) -> tuple[Tensor, ...]:
-    t = tangents
-    dots = {f"{name}_dot": getattr(t, name) for name in ("o_bar", "lse_bar", *NAMES)}
+def _bwd_jvp(output_mask: Sequence[bool], value: Callable[[str], Any]) -> tuple[Tensor, ...]:
+    """Tangents of the cotangents of q, k, v and bias, which are derivatives of L, too."""
+    given = {name: value(name) for name in attention_double_backward_p.spec.arguments[:-1]}
     # o and lse move as the other arguments say: where their tangents are at hand, they are not computed again.
-    if t.o is not None and t.lse is not None:
-        dots |= {"o_dot": t.o, "lse_dot": t.lse}
-    mask = (False, False, *residuals.output_mask, *[False] * 4)
-    return tuple(called(attention_double_backward_p, residuals, mask, **dots)[2:6])
+    if given["o_dot"] is None or given["lse_dot"] is None:
+        given |= {"o_dot": None, "lse_dot": None}
+    mask = (False, False, *output_mask, *[False] * 4)
+    return attention_double_backward_p(*given.values(), mask)[2:6]
+
+
+second_order(attention_bwd_p, attention_jvp_p, _bwd_jvp, attention_double_backward_p)

@@ -15,10 +15,11 @@ from torch.nn import functional as of_torch
 from primitives._core.trees.leaves import map_tensors
 from primitives._core.typing import Prefix, PyTree
 from primitives._repair.plain import is_plain_on_cpu
+from primitives.ops.arguments import LOW_PRECISION
 from primitives.ops.losses import checks
 from primitives.ops.losses.cross_entropy import class_labels_p, cross_entropy_p
 from primitives.ops.losses.linear_cross_entropy import linear_cross_entropy_p
-from primitives.ops.rules import LOW_PRECISION, accumulation_dtype
+from primitives.ops.rules import accumulation_dtype
 
 # Loss and lse of each row, of a target and its smoothing.
 _Losses = Callable[[Tensor, float], tuple[Tensor, Tensor]]

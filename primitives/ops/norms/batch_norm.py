@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from primitives._core import Primitive
+from primitives.ops.arguments import LOW_PRECISION
 from primitives.ops.norms.aten import (
     LARGEST_OFFSET,
     LONGEST_CHANNEL,
@@ -29,15 +30,7 @@ from primitives.ops.norms.aten import (
 )
 from primitives.ops.norms.channels import channels, contiguous_like, update_running
 from primitives.ops.norms.norm_map import norm_map
-from primitives.ops.rules import (
-    LOW_PRECISION,
-    accumulation_dtype,
-    batch_all,
-    bind_family,
-    bind_kernels,
-    empty_output,
-    fold_batch,
-)
+from primitives.ops.rules import accumulation_dtype, batch_all, bind_family, bind_kernels, empty_output, fold_batch
 
 batch_norm_p = Primitive(
     "batch_norm",

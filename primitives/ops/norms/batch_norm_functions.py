@@ -15,7 +15,6 @@ from primitives._core.write_back import write_back
 from primitives._repair.nodes import recorded
 from primitives._repair.plain import is_plain_on_cpu
 from primitives.ops import arguments
-from primitives.ops.arguments import LOW_PRECISION
 from primitives.ops.norms.batch_norm import batch_norm_p
 from primitives.ops.norms.batch_norm_eval import batch_norm_eval_p
 from primitives.ops.norms.batch_norm_relu import batch_norm_relu_eval_p, batch_norm_relu_p
@@ -64,7 +63,7 @@ def _blended(
     """A training step with a tensor for `momentum`: the normalized `x`, and the new running statistics."""
     x = given[0]
     # The operator takes a Python number. Moved all the way from zero, a running statistic is that of the batch.
-    dtype = torch.float32 if x.dtype in LOW_PRECISION else x.dtype
+    dtype = torch.float32 if x.dtype in arguments.LOW_PRECISION else x.dtype
     zeros = [torch.zeros_like(running, dtype=dtype) for running in (running_mean, running_var)]
     y, _, _, batch_mean, batch_var = train(*given, *zeros, 0, 1.0, eps)
     if x.numel() == 0:

@@ -30,15 +30,7 @@ from primitives.ops import arguments
 from primitives.ops.norms.aten import RowsByAten, in_dtype_of_sums, is_well_conditioned
 from primitives.ops.norms.formulas import Norm
 from primitives.ops.norms.norm_map import norm_map
-from primitives.ops.rules import (
-    LOW_PRECISION,
-    batch_rows,
-    bind_family,
-    bind_kernels,
-    cast_to_float32,
-    weight_beside,
-    with_layout,
-)
+from primitives.ops.rules import batch_rows, bind_family, bind_kernels, cast_to_float32, weight_beside, with_layout
 
 layer_norm_p = Primitive(
     "layer_norm",
@@ -83,7 +75,7 @@ def _layer_norm_by_aten(x: Tensor, weight: Tensor | None, bias: Tensor | None, *
     weight, bias = in_dtype_of_sums(x, weight, bias)
     rest = x.shape[: x.dim() - norm_ndim]
     shape = rest[-1:] + x.shape[-2:-1] if grouped else x.shape[len(rest) :]
-    if weight is None and x.dtype in LOW_PRECISION:
+    if weight is None and x.dtype in arguments.LOW_PRECISION:
         # Without parameters in float32, ATen rounds the statistics to the dtype of x.
         weight = torch.ones(shape, dtype=torch.float32)
     if grouped:

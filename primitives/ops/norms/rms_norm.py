@@ -14,7 +14,7 @@ from primitives._core.typing import Prefix, PyTree
 from primitives._repair.plain import is_plain_on_cpu
 from primitives.ops import arguments
 from primitives.ops.norms.layer_norm import layer_norm_p
-from primitives.ops.rules import LOW_PRECISION, accumulation_dtype
+from primitives.ops.rules import accumulation_dtype
 
 
 def rms_norm(
@@ -99,7 +99,7 @@ def rms_options(
     if weight is not None and add_one:
         weight = 1.0 + weight.to(dtype)
     # Without a weight, or in a wide dtype, the result is rounded at the same place anyway.
-    return weight, eps, cast_first and weight is not None and x.dtype in LOW_PRECISION
+    return weight, eps, cast_first and weight is not None and x.dtype in arguments.LOW_PRECISION
 
 
 def ada_layer_norm(

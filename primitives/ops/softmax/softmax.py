@@ -38,8 +38,9 @@ import torch
 from torch import Tensor
 
 from primitives._core import Primitive
+from primitives.ops.arguments import LOW_PRECISION
 from primitives.ops.row_maps import RowMap
-from primitives.ops.rules import LOW_PRECISION, accumulation_dtype, masked, output_in_float32
+from primitives.ops.rules import accumulation_dtype, masked, output_in_float32
 from primitives.ops.softmax.log_softmax import aten_serves
 
 softmax_p = Primitive(
