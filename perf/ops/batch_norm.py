@@ -145,11 +145,7 @@ _CHANNEL_SHAPES = [
 
 
 # Of each channel more values than any kernel adds up at once, in each layout.
-_LARGE_CHANNELS = (
-    Sample((2, 3, 17_000)),
-    Sample((33_000, 5)),
-    Sample((3, 9, 64, 90), layout="channels_last"),
-)
+_LARGE_CHANNELS = (Sample((2, 3, 17_000)), Sample((33_000, 5)), Sample((3, 9, 64, 90), layout="channels_last"))
 NO_RUNNING = ("running_mean", "running_var")
 BATCH_NORM = Op(
     name="batch_norm",

@@ -104,16 +104,9 @@ BATCH_NORM_RELU = dataclasses.replace(
     large=(Sample((3, 9, 64, 90), layout="channels_last"),),
     not_kept=("residual", "bias", *NO_RUNNING),
     num_kept=2,
-    gpu_workloads=(
-        Workload("ResNet-50", RESNET, quick=True),
-        Workload("ResNet-50", RESNET, channels_last=True),
-    ),
+    gpu_workloads=(Workload("ResNet-50", RESNET, quick=True), Workload("ResNet-50", RESNET, channels_last=True)),
     cpu_workloads=(),
-    other_workloads=(
-        unnamed(RESNET, "float32"),
-        unnamed((64, 2048, 7, 7)),
-        unnamed((32, 64, 16, 16), "float64"),
-    ),
+    other_workloads=(unnamed(RESNET, "float32"), unnamed((64, 2048, 7, 7)), unnamed((32, 64, 16, 16), "float64")),
     resized=((unnamed((64, 256, 14, 14)), (63, 80)),),
     calls=functools.partial(_calls, training=True),
     modes=FIRST_ORDER,

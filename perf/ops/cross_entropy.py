@@ -176,10 +176,7 @@ CROSS_ENTROPY = Op(
     rounds_once=False,
     gpu_workloads=_GPU,
     cpu_workloads=(Workload("Llama 2 vocabulary", (256, 32000), "float32", dim=1, quick=True),),
-    small_workloads=(
-        Workload("rows", (6, 20), "float32", dim=1),
-        Workload("inner", (4, 20, 5), "float32", dim=1),
-    ),
+    small_workloads=(Workload("rows", (6, 20), "float32", dim=1), Workload("inner", (4, 20, 5), "float32", dim=1)),
     passes={"forward": 1, "backward": 2, "jvp": 2, "hvp": 3, "double_backward": 3, "forward_backward": 3},
     constants=_classes_of,
     other_workloads=_OTHER,

@@ -69,10 +69,7 @@ DROPOUT = Op(
         Workload("Llama 8B width", (8192, 4096), quick=True),
         Workload("Llama 8B width", (8192, 4096), dtype="float32"),
     ),
-    other_workloads=(
-        unnamed((8192, 4096), modes=("batched",)),
-        unnamed((512, 512), "float64", modes=("forward",)),
-    ),
+    other_workloads=(unnamed((8192, 4096), modes=("batched",)), unnamed((512, 512), "float64", modes=("forward",))),
     resized=((unnamed((1024, 4096)), (1023, 400)),),
     calls=_calls,
     modes=(*FIRST_ORDER, "batched"),
