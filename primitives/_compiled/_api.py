@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +11,6 @@ from primitives._core.errors import check_callable
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from primitives.tracing import JointGraph
 
 __all__ = ["compile"]
 
@@ -54,11 +52,19 @@ def compile(
     Raises:
         TypeError: If `fn` cannot be called.
         ValueError: If `mode` is not a mode of Inductor.
-        TraceError: By a call, if `fn` asks for the values of a tensor, as a branch and `.item()` do, with the line.
-        MutationError: By a call, if `fn` writes to arguments or captured tensors.
+        TraceError: By a call, with the line, if `fn` asks for the values of a tensor, as a branch, `.item()`,
+            `nonzero` and masks as indices do; calls `backward()`, or reads or writes `.grad`; or calls
+            `torch.manual_seed` or `torch.seed`.
+        MutationError: By a call, if `fn` writes to arguments or captured tensors, or assigns to `.data`; sets a buffer
+            that is `None`; or writes to a buffer that shares memory with another.
         LeafError: By a call, if an argument is neither a tensor, a dataclass nor a hashable constant, or a tensor that
-            requires grad is used that is neither reached by the closure nor an argument; for subclasses of tensors;
-            and where a `DistributedDataParallel` is reached, which goes around what is compiled.
+            requires grad is used that is neither reached by the closure nor an argument; for subclasses of tensors and
+            sparse tensors; for lazy modules inside that had no call yet; if `fn` returns another structure where it is
+            differentiated; for `torch.utils.checkpoint` inside with `use_reentrant=True`; and where a
+            `DistributedDataParallel` is reached, which goes around what is compiled.
+        MissingRuleError: By a call, if `fn` draws with `generator=`, or from distributions whose numbers are drawn by
+            rejection (`Gamma`, `Beta`); and by a recorded backward pass (`create_graph=True`) of a batch of cotangents
+            (`is_grads_batched=True`).
 
     Example:
         >>> import torch, primitives as pr
@@ -106,16 +112,8 @@ class _Compiled:
     def forward(self, value: Any) -> None:
         vars(self)["forward"] = value
 
-    @property
-    def graphs(self) -> dict[str, JointGraph]:
-        """Joint graphs of the programs, by name."""
-        return self.compiled.graphs
-
     def __reduce__(self) -> tuple[Any, ...]:
         return _twin, (self._original, self.compiled.settings.fresh())
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return _twin(copy.deepcopy(self._original, memo), self.compiled.settings.fresh())
 
 
 def _twin(module: Any, settings: Any) -> Any:

@@ -16,13 +16,14 @@ import torch
 from torch import _C, Tensor, fx
 from torch._C import _functorch  # type: ignore[attr-defined] - no stub
 from torch._C._dynamo.guards import TensorGuards
+from torch._functorch.compile_utils import fx_graph_cse
 from torch.autograd import forward_ad
 
 from primitives._compiled._graphs import Program, Settings, compiling, cut, joint_graph, program_of
 from primitives._core.errors import MissingRuleError, ShapeError
 from primitives._core.recomputation import Batched, Derived, Pullback, Pushforward, Recomputable, recorded_here
 from primitives.tracing import JointGraph
-from primitives.tracing._torch_private import bindings, bound_sizes
+from primitives.tracing._torch_private import GraphModule, bindings, bound_sizes
 
 Tensors = tuple[Tensor, ...]
 
@@ -88,18 +89,6 @@ def _layout(x: Any, settings: Settings) -> Any:
     return sizes, x.is_contiguous() or x.stride(), x.dtype, x.device
 
 
-def _fits(joint: JointGraph, tensors: Sequence[Tensor]) -> bool:
-    """Whether a graph with symbols for sizes is valid for these."""
-    fakes = [node.meta["val"] for node in joint.graph.find_nodes(op="placeholder")[: len(tensors)]]
-    symbols = bindings(fakes, tensors)
-    if any(bound_sizes(fake.shape, symbols) != [*x.shape] for fake, x in zip(fakes, tensors, strict=True)):
-        return False
-    with contextlib.suppress(ShapeError):
-        joint.require_fit([*tensors], symbols)
-        return True
-    return False
-
-
 class Compiled(Derived):
     """A function of tensors, compiled for each set of sizes; its derivatives are functions of the kind.
 
@@ -117,13 +106,9 @@ class Compiled(Derived):
         self.settings, self.name, self.names = settings, name, tuple(names)
         self.seed = self.names.index(SEED)
         self._derived: dict[Any, Compiled] = {}
-        self.joints: dict[Any, list[tuple[JointGraph, Joint]]] = {}
+        self.joints: dict[Any, list[Joint]] = {}
         # Programs of the value, and joint graphs of what is recorded.
         self._ready, self._recording = _Guarded(), _Guarded()
-
-    def tangents(self, values: Tensors) -> tuple[Tensor | None, ...]:
-        """As the function that is compiled."""
-        return self.inner.tangents(values)  # type: ignore[attr-defined] - of a pushforward
 
     def _derive(self, kind: str, key: Any, names: Sequence[str], make: Callable[[], Any]) -> Any:
         if (kind, key) not in self._derived:
@@ -173,14 +158,12 @@ class Compiled(Derived):
                     start = time.perf_counter()
                     graph = joint_graph(self.inner, self.name, tensors, wanted, self.names, self.settings)
                     found = Joint(self, graph, wanted, time.perf_counter() - start)
-                    self.joints[key] = [(graph, found), *self.joints.get(key, ())]
+                    self.joints[key] = [found, *self.joints.get(key, ())]
         return found
 
     def _fitting(self, key: Any, tensors: Sequence[Tensor]) -> Joint | None:
-        for graph, found in self.joints.get(key, ()):
-            if not self.settings.dynamic or _fits(graph, tensors):
-                return found
-        return None
+        found = self.joints.get(key, ())
+        return next((each for each in found if not self.settings.dynamic or each.fits(tensors)), None)
 
     def recorded(self, tensors: Sequence[Tensor], kept: Sequence[Any] = ()) -> Tensors:
         """The results, with what a backward pass reads saved."""
@@ -302,19 +285,20 @@ class Joint(Half):
 
     def __init__(self, function: Compiled, joint: JointGraph, wanted: tuple[int, ...], seconds: float) -> None:
         signature, self._values = joint.signature, {n.name: n.meta.get("val") for n in joint.graph.nodes}
-        names = [*joint.inputs]
+        names, self._require_fit = [*joint.inputs], joint.require_fit
         self._primals, bars = names[: len(function.names)], names[len(function.names) :]
         self._bars = dict(zip(signature.with_cotangent, bars, strict=True))
         self._gradients, self._unused = signature.gradient_places, {*wanted} - {*signature.gradient_places}
-        self.num, module, name, num_bytes = signature.num_forward_outputs, joint.module, function.name, 0
+        self.num, self._kept, self._views = signature.num_forward_outputs, [], {}
+        name, num_bytes, has_sizes, places = function.name, 0, False, [*range(self.num)]
         if wanted:
             forward, self._backward = joint.forward_graph(), joint.backward_graph().module
-            name, num_bytes = f"{name}, forward", forward.saved_bytes
+            source, name, num_bytes = forward.module, f"{name}, forward", forward.saved_bytes
             # Views of an argument are made again.
             self._views = _views(forward.graph, [x.name for x in forward.saved if x.is_input])
             own = {*self._primals, *self._views}
             saved = {x.name: self.num + i for i, x in enumerate(forward.saved) if x.name not in own}
-            self._kept, self.num_kept = [*saved], len(saved)
+            self._kept, self.num_kept, places = [*saved], len(saved), [*places, *saved.values()]
             read = {node.name for node in self._backward.graph.find_nodes(op="placeholder") if node.users}
             read.update(chain[0].all_input_nodes[0].name for chain in self._views.values())
             # Of sizes that are symbols views are kept.
@@ -324,13 +308,15 @@ class Joint(Half):
                 for i, each in enumerate(self._primals)
                 if each not in read and _memory(self._values[each]) not in memory
             )
-            inputs = {each: self._values[each] for each in self._primals}
-            module: Any = cut(forward.module, inputs, [*range(self.num), *saved.values()])
+            has_sizes = any(not isinstance(self._values[each], torch.Tensor) for each in self._kept)
+        else:
+            # As the partitioner does.
+            source = GraphModule(joint.module, fx_graph_cse(joint.graph))
+        module: Any = cut(source, {each: self._values[each] for each in self._primals}, places, {}, {})
         super().__init__(function, len(function.names), module, function, name, function.names)
         self.shown = seconds, num_bytes
         self._constants = function.constants | ({*range(self.num + self.num_kept)} - {*signature.with_cotangent})
         seed = module.graph.find_nodes(op="placeholder")[function.seed]
-        has_sizes = any(not isinstance(self._values[each], torch.Tensor) for each in self._kept) if wanted else False
         self.draws_or_measures = bool(seed.users) or has_sizes
         self._halves: dict[Any, Recomputable] = {}
 
@@ -338,6 +324,17 @@ class Joint(Half):
     def constants(self) -> frozenset[int]:
         """Those of the function, results that depend on nothing wanted, and what is kept."""
         return self._constants
+
+    def fits(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether a graph with symbols for sizes is valid for these."""
+        fakes = [self._values[name] for name in self._primals]
+        symbols = bindings(fakes, tensors)
+        if any(bound_sizes(fake.shape, symbols) != [*x.shape] for fake, x in zip(fakes, tensors, strict=True)):
+            return False
+        with contextlib.suppress(ShapeError):
+            self._require_fit([*tensors], symbols)
+            return True
+        return False
 
     def detached(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """The arguments, of which those are constants that are not used: no gradient comes back to them."""

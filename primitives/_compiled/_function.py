@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
-import inspect
 import logging
 import threading
 import types
@@ -28,7 +26,7 @@ from primitives._core.errors import LeafError, TraceError
 from primitives._core.recomputation import recomputed
 from primitives._core.trees.nodes import ARGUMENTS, registered
 from primitives.func._reached import Reached
-from primitives.func._region import Guard, Region, once
+from primitives.func._region import Guard, Region, autocasts, once
 from primitives.tracing import JointGraph
 from primitives.tracing._errors import current_line
 from primitives.tracing._leaves import Leaves
@@ -43,18 +41,15 @@ _MANY = 8
 class _Unseeded:
     """Torch's generator, which the function may not seed: programs draw from the state that they are called in."""
 
-    def __init__(self, thread: int) -> None:
-        self._thread = thread
-
-    def manual_seed(self, seed: int) -> torch.Generator:
-        if threading.get_ident() == self._thread:
-            raise TraceError(
-                f"compile: torch.manual_seed is called inside the function, at {current_line()}, and no program does "
-                "it. Call it outside: numbers are drawn from the state that it sets."
-            )
-        return torch.default_generator.manual_seed(seed)
+    def __init__(self) -> None:
+        self._thread = threading.get_ident()
 
     def __getattr__(self, name: str) -> Any:
+        if name in ("manual_seed", "seed") and threading.get_ident() == self._thread:
+            raise TraceError(
+                f"compile: torch.{name} is called inside the function, at {current_line()}, and no program does it. "
+                "Call it outside: numbers are drawn from the state that it sets."
+            )
         return getattr(torch.default_generator, name)
 
 
@@ -65,7 +60,7 @@ def _said_to_compile() -> Iterator[None]:
         mock.patch.object(torch.compiler, "_is_compiling_flag", True),
         mock.patch.object(torch.distributions.Distribution, "_validate_args", False),
         mock.patch.object(parametrize, "_cache", {}),
-        mock.patch.object(torch.random, "default_generator", _Unseeded(threading.get_ident())),
+        mock.patch.object(torch.random, "default_generator", _Unseeded()),
         # Of an operator that raises torch logs its frames, in C++ too, above the error that says enough.
         mock.patch.object(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True),
     ):
@@ -76,7 +71,7 @@ class _Site(Region):
     """What calls lead to that differ in their tensors alone: a function `(*tensors, seed) -> tensors`, compiled.
 
     Attributes:
-        reached: What the function reaches.
+        device: That of the first tensor.
         is_random: Whether it draws random numbers, as far as it was traced.
     """
 
@@ -84,7 +79,7 @@ class _Site(Region):
 
     def __init__(self, owner: CompiledFunction, args: tuple, kwargs: dict[str, Any]) -> None:
         super().__init__(owner.__wrapped__, args, kwargs)  # type: ignore[attr-defined] - set by update_wrapper
-        self._owner, self.reached = owner, self._reached
+        self._owner = owner
         if any(map(is_lazy, self.tensors)):
             raise LeafError(
                 "compile: a lazy module has parameters of unknown sizes. Call it once, uncompiled, and compile it then."
@@ -96,17 +91,12 @@ class _Site(Region):
             )
         # Derivatives of every order are asked of it.
         self._is_repaired = True
-        kinds = {"cpu", *(x.device.type for x in self.tensors)}
-        self._contexts = [functools.partial(torch.set_grad_enabled, torch.is_grad_enabled()), _said_to_compile]
-        self._contexts += [
-            functools.partial(torch.autocast, kind, dtype=torch.get_autocast_dtype(kind), cache_enabled=False)
-            for kind in kinds
-            if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-        ]
+        self._again = [functools.partial(torch.set_grad_enabled, torch.is_grad_enabled()), _said_to_compile]
+        self._again += autocasts(self.tensors, may_cache=False)
         self._state, self._modes = GlobalStateGuard(), tuple(_modes())
-        self._device = next((x.device for x in self.tensors), torch.device("cpu"))
+        self.device = next((x.device for x in self.tensors), torch.device("cpu"))
         with torch.inference_mode(False), temporarily_clear_interpreter_stack():
-            self._no_seed = torch.zeros((), dtype=torch.int64, device=self._device)
+            self._no_seed = torch.zeros((), dtype=torch.int64, device=self.device)
         names = self._names(args, kwargs)
         self._compiled = Compiled(self, owner.settings, "value", [*names, SEED])
         self._is_distinct = len(self.tensors) == len(self._numbers)
@@ -116,8 +106,8 @@ class _Site(Region):
 
     def _names(self, args: tuple, kwargs: dict[str, Any]) -> list[str]:
         given = Leaves.of_arguments(self._fn, args, kwargs, ARGUMENTS)
-        names = [*given.labels(self._places), *(f"captured[{k}]" for k in range(len(self._reached.places)))]
-        paths = {owner: path for each in self._reached.modules for path, owner in each.named_modules()}
+        names = [*given.labels(self._places), *(f"captured[{k}]" for k in range(len(self.reached.places)))]
+        paths = {owner: path for each in self.reached.modules for path, owner in each.named_modules()}
         places = [each[0] for each in self._registered.values()]
         constants = [i for i, x in enumerate(self._leaves) if not isinstance(x, torch.Tensor)]
         self._given = [*zip(given.labels(constants), (self._leaves[i] for i in constants), strict=True)]
@@ -140,14 +130,11 @@ class _Site(Region):
         from primitives.tracing import PhiloxState, rng_mode
 
         *tensors, seed = given
-        with contextlib.ExitStack() as stack:
-            for make in self._contexts:
-                stack.enter_context(make())
-            mode = stack.enter_context(rng_mode(PhiloxState(seed, torch.zeros_like(seed))))
-            stack.enter_context(self.reached.restoring(self._owner.note_assigned))
+        state = PhiloxState(seed, torch.zeros_like(seed))
+        with rng_mode(state) as mode, self.reached.restoring(self._owner.note_assigned):
             results = super().__call__(*tensors)
-            self.is_random = self.is_random or mode.has_drawn
-            return results
+        self.is_random = self.is_random or mode.has_drawn
+        return results
 
     def now(self, given: list[Tensor]) -> list[Tensor] | None:
         """Each tensor of the arguments and of what is reached, or `None` if these, or torch's state, are other ones."""
@@ -183,12 +170,7 @@ class _Site(Region):
     def drawn(self) -> Tensor:
         """A seed from torch's generator."""
         with temporarily_clear_interpreter_stack():
-            return torch.empty((), dtype=torch.int64, device=self._device).random_()
-
-    def drawn_aside(self) -> Tensor:
-        """One that leaves the generator alone."""
-        with torch.random.fork_rng([self._device] if self._device.type == "cuda" else []):
-            return self.drawn()
+            return torch.empty((), dtype=torch.int64, device=self.device).random_()
 
 
 def _modes() -> Iterator[Any]:
@@ -221,9 +203,6 @@ class CompiledFunction:
         self._num_described = 0
         self._has_assigned = False
         functools.update_wrapper(self, fn, updated=())
-        parameters = _signature_of(fn)
-        # Where each has a name, their order does not count.
-        self._sorts_kwargs = all(each.kind != each.VAR_KEYWORD for each in parameters)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The result of the function."""
@@ -233,8 +212,6 @@ class CompiledFunction:
         if _C._len_torch_function_stack() and any(isinstance(x, Guard) for x in _get_current_function_mode_stack()):
             with _without_guards():
                 return self(*args, **kwargs)
-        if len(kwargs) > 1 and self._sorts_kwargs:
-            kwargs = dict(sorted(kwargs.items()))
         leaves, treespec = optree.tree_flatten((args, kwargs), namespace=ARGUMENTS)  # type: ignore[arg-type] - any tree
         tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
         layouts = () if self.settings.dynamic else _layouts(tensors)
@@ -265,9 +242,11 @@ class CompiledFunction:
             found = site.now(tensors)
             if found is None:
                 raise RuntimeError("compile: another thread changes what the function reaches.")
-            output = site.run(found, site.drawn_aside())
+            with torch.random.fork_rng([site.device] if site.device.type == "cuda" else []):
+                seed = site.drawn()
+            output = site.run(found, seed)
             if site.is_random:
-                # What was drawn aside counts now.
+                # The draw counts now.
                 site.drawn()
             # Another list: threads go through this one.
             self._sites[key] = [site, *self._sites.get(key, ())]
@@ -309,30 +288,18 @@ class CompiledFunction:
     def __reduce__(self) -> tuple[Any, ...]:
         return CompiledFunction, (self.__wrapped__, self.settings.fresh())  # type: ignore[attr-defined] - as above
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> CompiledFunction:
-        return CompiledFunction(copy.deepcopy(self.__wrapped__, memo), self.settings.fresh())  # type: ignore[attr-defined] - as above
-
 
 def _layouts(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
     """With others a function may return another tree, write to other buffers, and draw numbers or not."""
     return tuple([(x.shape, x.dtype, x.requires_grad) for x in tensors])
 
 
-def _signature_of(fn: Callable[..., Any]) -> list[inspect.Parameter]:
-    try:
-        return [*inspect.signature(fn).parameters.values()]
-    except (TypeError, ValueError):  # a function of C
-        return []
-
-
 def _unhashable(fn: Any, args: tuple, kwargs: dict[str, Any]) -> LeafError:
     given = Leaves.of_arguments(fn, args, kwargs, ARGUMENTS)
-    for i, x in enumerate(given.values):
-        try:
-            hash(x)
-        except TypeError:
-            return LeafError(
-                f"compile: {given.label(i)} must be a tensor, a hashable constant, a dataclass or a container that "
-                f"optree takes apart, got {type(x).__name__}. Pass arrays as tensors; register other classes as nodes."
-            )
-    return LeafError("compile: an argument is not hashable.")
+    found = [i for i, x in enumerate(given.values) if type(x).__hash__ is None]
+    what = f"{given.label(found[0])} must be" if found else "each argument must be"
+    kind = type(given.values[found[0]]).__name__ if found else "one that has no hash"
+    return LeafError(
+        f"compile: {what} a tensor, a hashable constant, a dataclass or a container that optree takes apart, got "
+        f"{kind}. Pass arrays as tensors; register other classes as nodes."
+    )

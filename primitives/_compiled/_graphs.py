@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import gc
@@ -18,7 +19,6 @@ from typing import Any
 import torch
 from torch import _C, Tensor, _guards, fx
 from torch._C import _functorch  # type: ignore[attr-defined] - no stub
-from torch._functorch.compile_utils import fx_graph_cse
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -179,15 +179,12 @@ def joint_graph(
     return joint
 
 
-_NONE: Mapping[str, Any] = {}
-
-
 def cut(
     module: fx.GraphModule,
     inputs: Mapping[str, Any],
     places: Sequence[int],
-    cotangents: Mapping[str, bool] = _NONE,
-    views: Mapping[str, Sequence[fx.Node]] = _NONE,
+    cotangents: Mapping[str, bool],
+    views: Mapping[str, Sequence[fx.Node]],
 ) -> fx.GraphModule | None:
     """Those results of a graph that are at `places`, as a function of `inputs`, names with values in the trace.
 
@@ -219,8 +216,8 @@ def program_of(module: fx.GraphModule, name: str, settings: Settings, seconds: f
     """The program of a graph, which keeps the strides that were traced."""
     start = time.perf_counter()
     _log.info("compile: %s, %d nodes, traced in %.1f s", name, len(module.graph.nodes), seconds)
-    graph = fx_graph_cse(module.graph)
-    graph.eliminate_dead_code()
+    # Another one, which constants and the compiler change.
+    graph = copy.deepcopy(module.graph)
     module = GraphModule(module, graph)
     mode: Any = _guards.detect_fake_mode([node.meta["val"] for node in graph.find_nodes(op="placeholder")])
     constants = _lifted(module, mode)

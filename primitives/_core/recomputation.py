@@ -267,7 +267,7 @@ class Derived(Recomputable):
 
     def tangents(self, values: Tensors) -> tuple[Tensor | None, ...]:
         """Of a pushforward: one tangent for each result, out of what a call has returned."""
-        raise NotImplementedError
+        return self.inner.tangents(values)  # type: ignore[attr-defined] - made of a pushforward
 
 
 class Batched(Derived):

@@ -35,24 +35,26 @@ class Region(Recomputable):
     """A function with its arguments, as a function `(*tensors) -> tensors`; every run but the first is a repetition.
 
     `tensors` are those of the arguments, then what `fn` captures, then parameters and buffers of the modules that it
-    reaches; each once, wherever `fn` finds it. `changed` are the places among them of buffers that `fn` changes, whose
-    new values come last in the result; `constants` the places there of those that are running statistics of a norm,
-    constant to every derivative.
+    reaches, by `reached`; each once, wherever `fn` finds it. `changed` are the places among them of buffers that `fn`
+    changes, whose new values come last in the result; `constants` the places there of those that are running statistics
+    of a norm, constant to every derivative.
     """
 
     def __init__(self, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> None:
         self._fn = fn
         self._leaves, self._treespec = flattened((args, kwargs), ARGUMENTS)
         self._places = [i for i, x in enumerate(self._leaves) if isinstance(x, torch.Tensor)]
-        self._reached = self._look([fn])
-        self._owners, self._registered = self._reached.owners, self._reached.registered
-        captured = [place.get() for place in self._reached.places]
+        self.reached = self._look([fn])
+        self._owners, self._registered = self.reached.owners, self.reached.registered
+        captured = [place.get() for place in self.reached.places]
         found = [*(self._leaves[i] for i in self._places), *captured, *self._registered]
         self._start = len(found) - len(self._registered)
         self.tensors, self._numbers = once(found)
         self._changed: list[int] = []
         self._constants: frozenset[int] = frozenset()
-        self._again: list[Context] | None = None
+        # What every run enters, the first one perhaps not.
+        self._again: list[Context] = []
+        self._out_treespec: Any = None
         self._is_repaired, self._is_lent = is_repaired(), is_lending()
 
     def _look(self, roots: list[Any]) -> Reached:
@@ -79,9 +81,9 @@ class Region(Recomputable):
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Tensors of the output of `fn`, then new values of the buffers that it changes."""
         with contextlib.ExitStack() as stack:
-            is_first = self._again is None
+            is_first = self._out_treespec is None
             again = self._surroundings(tensors) if is_first else []
-            for make in self._again or ():
+            for make in self._again:
                 stack.enter_context(make())
             start = self._start
             found, used = stack.enter_context(self._lent(tensors))
@@ -101,7 +103,7 @@ class Region(Recomputable):
             if not is_first:
                 self._require_same(out_treespec, results)
             else:
-                self._again = again
+                self._again += again
                 self._out_treespec = out_treespec
                 self._is_bare = out_treespec.is_leaf() and isinstance(results[0], torch.Tensor)
                 self._out_places = [i for i, y in enumerate(results) if isinstance(y, torch.Tensor)]
@@ -155,7 +157,7 @@ class Region(Recomputable):
             used = self._put([tensors[k] for k in numbers])
             registered = dict(zip(numbers, used, strict=True))
             found = [registered.get(k, tensors[k]) for k in self._numbers[: self._start]]
-            with self._reached.holding(found[len(self._places) :]):
+            with self.reached.holding(found[len(self._places) :]):
                 yield found, used
 
     def _moment(self, tensors: Sequence[Tensor]) -> Callable[[bool], Context | None]:
@@ -221,19 +223,24 @@ def _may_be_differentiated(x: Tensor) -> bool:
     return x.requires_grad or _functorch.is_functorch_wrapped_tensor(x)
 
 
-def _surroundings(tensors: Sequence[Tensor]) -> list[Context]:
-    """Contexts with what torch remembers outside of tensors: autocast, and the states of its generators."""
+def autocasts(tensors: Sequence[Tensor], *, may_cache: bool = True) -> list[Context]:
+    """Contexts with the state of autocast."""
     kinds = [kind for kind in {"cpu", *(x.device.type for x in tensors)} if torch.amp.is_autocast_available(kind)]
-    contexts: list[Context] = [
+    return [
         functools.partial(
             torch.autocast,
             kind,
             dtype=torch.get_autocast_dtype(kind),
             enabled=torch.is_autocast_enabled(kind),
-            cache_enabled=torch.is_autocast_cache_enabled(),
+            cache_enabled=may_cache and torch.is_autocast_cache_enabled(),
         )
         for kind in kinds
     ]
+
+
+def _surroundings(tensors: Sequence[Tensor]) -> list[Context]:
+    """Contexts with what torch remembers outside of tensors: autocast, and the states of its generators."""
+    contexts = autocasts(tensors)
     if _C._get_dispatch_mode(_C._TorchDispatchModeKey.PROXY) is not None:  # type: ignore[attr-defined] - no stub
         # A graph has no generators.
         return contexts

@@ -20,6 +20,7 @@ from primitives.tracing._recompute import replaying_checkpoints
 
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined] - a getset descriptor
 _GRAD = torch.Tensor.grad.__get__  # type: ignore[attr-defined] - as above
+_SET_GRAD = torch.Tensor.grad.__set__  # type: ignore[attr-defined] - as above
 # They hand values to Python without an operation that anything below sees.
 _READS = frozenset({torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__, torch.Tensor.__dlpack__})
 # They ask for values of a tensor, which are known where only constants take part.
@@ -86,12 +87,13 @@ class UserCalls(TorchFunctionMode):
                 ".grad. Return the loss, and call backward() and the optimizer outside; a derivative in the loss is "
                 "torch.autograd.grad(..., create_graph=True), or one of torch.func."
             )
-        if func == _GRAD and self._function == "compile":
-            if isinstance(x := func(*args), torch.Tensor) and torch_private.is_computed(x):
+        if func in (_GRAD, _SET_GRAD) and self._function == "compile":
+            x = func(*args) if func == _GRAD else None
+            if x is not None and torch_private.is_computed(x):
                 return x
             raise TraceError(
-                f"compile: .grad is read inside the function, at {current_line()}, and a program does not see it. Pass "
-                "the gradient as an argument."
+                f"compile: .grad is read or written inside the function, at {current_line()}, and a program does not "
+                "see it. Pass the gradient as an argument, and return what is to be one."
             )
         lists = [x for x in (*args, *kwargs.values()) if isinstance(x, (list, tuple))] if func in _FACTORIES else []
         reads = func in _READS or (func is torch.Tensor.__format__ and args[1])

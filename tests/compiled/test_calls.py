@@ -294,6 +294,13 @@ def test_repeated_calls_of_transforms():
     same(found, truth)
 
 
+def test_a_graph_that_reads_a_constant_is_mapped_after_it_has_run():
+    function = Scaled()
+    gradient = torch.func.grad(lambda x: function(x).sum())
+    same(gradient(X[0]), torch.full_like(X[0], 2))
+    same(torch.func.vmap(gradient)(X), torch.full_like(X, 2))
+
+
 def test_values_of_first_backward_passes_come_from_what_was_saved():
     net = mlp()
     model = plainly(net)

@@ -62,15 +62,27 @@ def seeded(x):
     return x * torch.rand(3)
 
 
+def reseeded(x):
+    torch.seed()
+    return x * torch.rand(3)
+
+
 def of_gradients(x):
     return x * HELD.grad
+
+
+def writes_gradient(x):
+    HELD.grad = x.sum(0)
+    return x
 
 
 @pytest.mark.parametrize(
     "function, kind, what",
     [
         (seeded, pr.TraceError, r"torch.manual_seed is called .*test_refusals.py:\d+: torch.manual_seed"),
+        (reseeded, pr.TraceError, r"torch.seed is called .*test_refusals.py:\d+: torch.seed"),
         (of_gradients, pr.TraceError, r"\.grad is read .*test_refusals.py:\d+"),
+        (writes_gradient, pr.TraceError, r"\.grad is read or written .*test_refusals.py:\d+"),
         (Buffers(lambda net: net.b.add_(1)), pr.MutationError, "the buffer a, the buffer b share memory"),
         (Buffers(lambda net: setattr(net, "none", X)), pr.MutationError, "sets the buffer none of Buffers"),
         (torch.nn.Sequential(torch.nn.LazyLinear(3)), pr.LeafError, "a lazy module .* Call it once"),
