@@ -47,16 +47,12 @@ def sdpa(q=Q, k=K, v=V, mask=None, **options):
 CASES = {
     "layer_norm": {
         "empty shape": (layer_norm(shape=()), pr.ShapeError, ["normalized_shape", "[]"]),
-        "input shape": (layer_norm(shape=(5,)), pr.ShapeError, ["input", "[*, 5]", "got [3, 4]"]),
-        "weight shape": (layer_norm(weight=ones(3)), pr.ShapeError, ["weight", "[4]", "got [3]"]),
-        "bias shape": (layer_norm(shape=(3, 4), bias=ones(4)), pr.ShapeError, ["bias", "[3, 4]", "got [4]"]),
         "weight half": (layer_norm(X.to(BF16), weight=ones(4).half()), pr.DtypeError, ["weight", "bfloat16 or"]),
         "two dtypes": (
             layer_norm(X.to(BF16), weight=ones(4), bias=ones(4, dtype=BF16)), pr.DtypeError, ["weight and bias"],
         ),
     },
     "log_softmax": {
-        "dim high": (log_softmax(dim=2), pr.AxisError, ["dim", "[-2, 1]", "got 2"]),
         "dim of a number": (log_softmax(ones(())), pr.AxisError, ["dim", "[-1, 0]", "got 1"]),
         "integer": (log_softmax(X.int()), pr.DtypeError, ["input", "torch.int32", "dtype="]),
         "integer result": (log_softmax(dtype=torch.int64), pr.DtypeError, ["result", "torch.int64"]),
@@ -66,12 +62,7 @@ CASES = {
         "no statistics": (
             batch_norm(training=False, running_mean=None, running_var=None), pr.ShapeError, ["training=True"],
         ),
-        "mean alone": (batch_norm(running_var=None), pr.ShapeError, ["running_mean without running_var"]),
-        "variance alone": (
-            batch_norm(running_mean=None, training=False), pr.ShapeError, ["running_var without running_mean"],
-        ),
         "one value": (batch_norm(ones(1, 4)), pr.ShapeError, ["more than 1 value", "got [1, 4]"]),
-        "momentum None": (batch_norm(momentum=None), pr.DtypeError, ["momentum", "NoneType", "modules"]),
         "parameters": (
             batch_norm(X.to(BF16), weight=ones(4), bias=ones(4, dtype=BF16)), pr.DtypeError, ["weight and bias"],
         ),
@@ -91,7 +82,6 @@ CASES = {
             sdpa(k=K[:, :3], v=V[:, :3], enable_gqa=True), pr.ShapeError, ["divide", "query [2, 4, 3, 5]"],
         ),
         "batch": (sdpa(k=ones(3, 4, 6, 5)), pr.ShapeError, ["before the heads", "key [3, 4, 6, 5]"]),
-        "mask rows": (sdpa(mask=SEEN[:2]), pr.ShapeError, ["attn_mask", "[2, 4, 3, 6]", "got [2, 6]"]),
         "mask axes": (sdpa(mask=ones(1, 2, 4, 3, 6)), pr.ShapeError, ["attn_mask", "got [1, 2, 4, 3, 6]"]),
         "mask of one head": (sdpa(Q[0, 0], K[0, 0], V[0, 0], ones(1, 3, 6)), pr.ShapeError, ["attn_mask", "[3, 6]"]),
         "mask and causal": (sdpa(mask=SEEN, is_causal=True), pr.ShapeError, ["mask", "causal", "tril()"]),
@@ -129,7 +119,6 @@ def attention(q=Q, k=K, v=V, **options):
 # Functions and arguments that torch does not have.
 STRICTER |= {
     "scale tensor": (softmax(scale=ones(())), pr.DtypeError, ["softmax: scale", "Tensor", "Multiply input"]),
-    "mask shape": (softmax(mask=ones(3)), pr.ShapeError, ["softmax: mask", "[3, 4]", "got [3]"]),
     "mask axes": (softmax(mask=ones(1, 3, 4)), pr.ShapeError, ["mask", "[3, 4]", "got [1, 3, 4]"]),
     "bias bool": (attention(bias=SEEN), pr.DtypeError, ["attention: bias", "torch.float32", "torch.bool"]),
     "mask float": (attention(mask=SEEN.float()), pr.DtypeError, ["attention: mask", "bool", "torch.float32"]),
@@ -165,17 +154,13 @@ IMAGES, ADDED = (
 OF_NORMS = {
     "ada_layer_norm": {
         "a number": ((ones(()), X, X), {}, pr.ShapeError, "normalized_shape must name at least one axis"),
-        "scale of others": ((X, ones(2, 4), X), {}, pr.ShapeError, r"scale must have .*\[3, 4\].*got \[2, 4\]"),
         "scale width": ((X, ones(3, 1), X), {}, pr.ShapeError, r"scale must have .*got \[3, 1\]"),
         "scale axes": ((X, ones(1, 3, 4), X), {}, pr.ShapeError, r"scale must have .*got \[1, 3, 4\]"),
-        "shift shape": ((X, X, ones(4)), {}, pr.ShapeError, r"shift must have shape \[3, 4\].*got \[4\]"),
     },
     "add_layer_norm": ADDED,
     "add_rms_norm": ADDED,
     "group_norm": {
         "one axis": ((ones(4), 2), {}, pr.ShapeError, "input must have at least 2 axes"),
-        "groups": ((IMAGES, 3), {}, pr.ShapeError, "num_groups must be positive and divide"),
-        "weight": ((IMAGES, 2, ones(2)), {}, pr.ShapeError, r"weight must have shape \[4\]"),
         "one value": ((IMAGES[:1, :, 0, 0], 4), {}, pr.ShapeError, "input must have more"),
     },
     "instance_norm": {
@@ -200,16 +185,19 @@ OPTIONAL = dict.fromkeys(("weight", "bias", "running_mean", "running_var", "line
 
 
 def faults(value):
-    """Values with one fault each for an argument that `value` would be right for, and words of which an error has one.
+    """Values with one fault each for an argument that `value` would be right for, what they raise, and words of it.
 
-    A shape of the first argument may be told as one that another argument does not go with.
+    One of the words is said. A shape of the first argument may be told as one that another argument does not go with.
     """
     if isinstance(value, torch.Tensor):
         others = value.cfloat(), value.double() if value.is_floating_point() else value.float()
-        yield from ((other, [str(other.dtype)]) for other in others)
-        yield from ((value.to("meta"), ["meta"]), (value.to_sparse(), ["to_dense"]), (value.new_ones(3, 5), ["5"]))
-    yield from ((-1.5, ["-1.5", "float"]), ([1.0], ["1.0", "float", "list"]), ("wrong", ["wrong", "str"]))
-    yield from ((10**6, [str(10**6), "int"]), (True, ["True", "bool"]), (None, ["None", "together"]))
+        yield from ((other, pr.DtypeError, [str(other.dtype)]) for other in others)
+        yield value.to("meta"), pr.DeviceError, ["meta"]
+        yield value.to_sparse(), pr.DtypeError, ["to_dense"]
+        yield value.new_ones(3, 5), pr.ShapeError, ["5"]
+    kinds = pr.PrimitivesError, ValueError
+    yield from ((wrong, kinds, [str(wrong), type(wrong).__name__]) for wrong in (-1.5, "wrong", 10**6, True))
+    yield from (([1.0], kinds, ["1.0", "float", "list"]), (None, kinds, ["None", "together"]))
 
 
 def raised(function, given):
@@ -234,12 +222,12 @@ def test_an_error_is_torchs_and_names_the_function_the_argument_and_what_came(na
         given = arguments_of(name, function, torch.ones(2, 4, 4))
         several = {"running_mean", "running_var"} if "running" in argument else {argument}
         given |= {key: OPTIONAL[key] for key in several & {*OPTIONAL}} | ({"seed": 0} if argument == "offset" else {})
-        for wrong, words in faults(given.get(argument)):
+        for wrong, kind, words in faults(given.get(argument)):
             error, torchs = (raised(f, {**given, argument: wrong}) for f in (function, theirs))
             if error is None:
                 continue
             count += 1
-            assert isinstance(error, (pr.PrimitivesError, TypeError, ValueError))
+            assert isinstance(error, kind), (argument, error)
             assert str(error).startswith(f"{name}: ")
             assert argument in str(error) or words == ["5"]
             assert any(word in str(error) for word in words), error
