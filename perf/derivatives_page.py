@@ -41,6 +41,10 @@ Torch's samples do not reach every operator, or only with more numbers than the 
 raise, repaired or not: `ctc_loss` in forward mode and at second order, `special.zeta` and `conv_tbc` in forward mode,
 `scatter_reduce` and `index_reduce` by products with two zeros at one place at second order of plain `backward`.
 
+Repaired beside the table: `nn.LSTM` in float32 on the CPU and `embedding_bag` of frozen rows have no forward mode in
+torch, batches of cotangents (`is_grads_batched`) keep their axes where a backward pass changes them in place, as group
+norm's does, and a group norm in channels_last with a frozen input ends torch's process.
+
 Written by `python -m perf.derivatives_page > docs/reference/torch_derivatives.md`.
 """
 
