@@ -63,6 +63,7 @@ CASES = {
             batch_norm(training=False, running_mean=None, running_var=None), pr.ShapeError, ["training=True"],
         ),
         "one value": (batch_norm(ones(1, 4)), pr.ShapeError, ["more than 1 value", "got [1, 4]"]),
+        "momentum None": (batch_norm(momentum=None), pr.DtypeError, ["momentum", "NoneType", "modules"]),
         "parameters": (
             batch_norm(X.to(BF16), weight=ones(4), bias=ones(4, dtype=BF16)), pr.DtypeError, ["weight and bias"],
         ),
