@@ -234,4 +234,20 @@ def test_writes_under_autograd(fn, is_seen):
         assert all(map(torch.equal, values, expected))
 
 
-# A training step.
+def test_a_graph_has_the_gradient_in_every_input():
+    pure = functionalize_mutations(lambda x, w: (x * 1).mul_(w).sin())
+    x, w = data(3).requires_grad_(), data(3, seed=1).requires_grad_()
+
+    def slopes(x, w):
+        return torch.autograd.grad(pure(x, w)[0].sum(), (x, w))
+
+    expected = torch.autograd.grad((x * w).sin().sum(), (x, w))
+    torch.testing.assert_close(make_fx(slopes)(x, w)(x, w), expected)
+
+
+def test_an_optimizer_finds_the_gradient_of_what_it_writes_to():
+    w = data(3).requires_grad_()
+    w.grad = data(3, seed=1)
+    mutated = functionalize_mutations(lambda w: torch.optim.SGD([w], 0.1).step())(w)[1]
+    torch.testing.assert_close(mutated["args[0]"], w.detach() - 0.1 * w.grad)
+    assert torch.equal(w, data(3))
