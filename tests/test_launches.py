@@ -353,9 +353,17 @@ def test_several_scratch_tensors_and_parts_of_all():
         return y.zero_() if is_late else y
 
     check_repeated(Call(launch, (X, False)))
-    # Zeros that come after a launch have no recipe.
-    with pytest.raises(RuntimeError, match="not repeated"):
-        check_repeated(Call(launch, (X, True)))
+
+    @repeatable
+    def launch_and_cut(x: Tensor) -> Tensor:
+        y = x.new_empty(40)
+        kernel[(1,)](y, None, *ARGS[2:], **CONSTANTS)
+        return y[8:]
+
+    # Zeros that come after a launch, and a result that is a part of its memory, have no recipe.
+    for call in (Call(launch, (X, True)), Call(launch_and_cut, (X,))):
+        with pytest.raises(RuntimeError, match="not repeated"):
+            check_repeated(call)
 
 
 def test_a_recipe_serves_no_call_that_differs_in_what_kernels_are_compiled_or_planned_for():
