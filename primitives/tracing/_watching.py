@@ -193,6 +193,8 @@ class Recorder:
                 f"{current_line()}. Use those of torch.distributed._functional_collectives, which return their result."
             )
         for source in written:
+            while getattr(source.target, "is_view", False):  # torch 2.11 records views of constants
+                source = source.all_input_nodes[0]
             if source.op == "get_attr":
                 raise constant_written(self._function, constant(source), current_line())
 
