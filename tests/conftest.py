@@ -27,15 +27,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests that use the device are what `-m gpu` selects on a device; what needs a GPU is skipped without one."""
-    on_device = config.getoption("--device") != "cpu"
+    name = config.getoption("--device")
     items[:] = [item for item in items if not _has_its_turn_elsewhere(item)]
     for item in items:
-        if on_device and "device" in getattr(item, "fixturenames", ()):
-            item.add_marker("gpu")
-        elif on_device and KERNEL_TESTS in item.path.parents:
-            item.add_marker(pytest.mark.skip(reason="needs Triton's interpreter, or no kernel: run without --device"))
-        elif not on_device and item.get_closest_marker("gpu"):
+        if item.get_closest_marker("gpu") and name != "cuda":
             item.add_marker(pytest.mark.skip(reason="needs a GPU: run with --device cuda"))
+        elif name != "cpu" and "device" in getattr(item, "fixturenames", ()):
+            item.add_marker("gpu")
+        elif name != "cpu" and KERNEL_TESTS in item.path.parents:
+            item.add_marker(pytest.mark.skip(reason="needs Triton's interpreter, or no kernel: run without --device"))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
