@@ -137,7 +137,7 @@ REPOSITORY := https://github.com/torch-training-primitives/torch-training-primit
 dist:
 	rm -rf build/source dist && mkdir -p build/source
 	git archive HEAD | tar -x -C build/source
-	sed -i -E 's#\]\((docs/[^)]*\.(png|svg))\)#]($(REPOSITORY)/raw/main/\1)#; s#\]\(((docs/|C)[^)]*)\)#]($(REPOSITORY)/blob/main/\1)#' build/source/README.md
+	sed -i -E 's#\]\((docs/[^)]*\.(png|svg))\)#]($(REPOSITORY)/raw/main/\1)#g; s#\]\(((docs/|C)[^)]*)\)#]($(REPOSITORY)/blob/main/\1)#g' build/source/README.md
 	python3 -m build --outdir dist build/source
 
 clean:

@@ -130,10 +130,15 @@ def _audit(place: str, order: int, *, strict: bool) -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     sys.path.insert(0, os.getcwd())
     module, _, name = place.partition(":")
+    if importlib.util.find_spec(module) is None:
+        sys.exit(f"audit: there is no module {module} here; give module:name, as in train:main.")
     made = getattr(importlib.import_module(module), name or "main", None)
-    if made is None:
-        sys.exit(f"audit: {module} has no {name or 'main'}; name a function that returns (function, args).")
-    function, args = made()
+    case = made() if callable(made) else None
+    if not (isinstance(case, tuple) and len(case) == 2):
+        sys.exit(
+            f"audit: {place} must be a function that returns (function, args), got {made if case is None else case}."
+        )
+    function, args = case
     report = pr.audit(function, args, order=order, strict=strict)
     print(report)
     return int(not report)
@@ -144,10 +149,12 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m primitives", description="A self-check of the package, or an audit.")
     parser.add_argument("--version", action="version", version=pr.__version__)
     commands = parser.add_subparsers(dest="command", title="commands (without one: check)")
-    commands.add_parser("check", help="compare every function with its definition: half a minute")
+    commands.add_parser("check", help="compare every function with its definition: seconds")
     audit = commands.add_parser("audit", help="say which derivatives of a function torch gets right")
     audit.add_argument("place", help="`module:name` of a function that returns a function or module, and its args")
-    audit.add_argument("--order", type=int, default=2, help="how many derivatives are nested, 1 to 3")
+    audit.add_argument(
+        "--order", type=int, choices=(1, 2, 3), default=2, help="how many derivatives are nested, 1 to 3"
+    )
     audit.add_argument("--strict", action="store_true", help="compare with central differences too: minutes")
     given = parser.parse_args(argv)
     return _audit(given.place, given.order, strict=given.strict) if given.command == "audit" else _check()

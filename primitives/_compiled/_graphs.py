@@ -107,14 +107,15 @@ def compiling() -> Iterator[None]:
             timer.cancel()
 
 
-@functools.cache
 def _say_slow() -> None:
-    _log.warning(
-        "compile: a first call traces and compiles, which takes seconds, and minutes for large models. The logger "
-        '"primitives.compile" shows each program at level INFO, and at level ERROR not even this.'
-    )
+    if _said.acquire(blocking=False):  # once, whichever thread comes first
+        _log.warning(
+            "compile: a first call traces and compiles, which takes seconds, and minutes for large models. The logger "
+            '"primitives.compile" shows each program at level INFO, and at level ERROR not even this.'
+        )
 
 
+_said = threading.Lock()
 # Seconds until then.
 _PATIENCE = 5.0
 

@@ -183,6 +183,8 @@ def _kernel(name: str, formula: Callable[..., Any], own: Callable[..., Any]) -> 
     is_wrong = _WRONG_AT_ONCE.get(name)
 
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        if args[0] is None:  # no cotangent, of which torch's own makes none; a trace would record a tensor
+            return None, None, None
         is_plain = forward_ad._current_level < 0 and peek() is None and not _C._len_torch_dispatch_stack()
         is_misread = mistakes_layouts and _is_one_sample_of_two_layouts(*args[:2])
         is_wrong_at_once = is_plain and is_wrong is not None and is_wrong(*args, **kwargs)

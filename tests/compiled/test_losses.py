@@ -199,6 +199,23 @@ def test_recorded_backward_passes(f):
         same(compiled(X[0]), truth(X[0]))
 
 
+@pytest.mark.parametrize("kind", ["torch", "primitives"])
+def test_attention_whose_output_is_read_linearly(kind):
+    """The second backward pass has no cotangent for the output: torch's operator makes none of none."""
+    attention = {"torch": nn.functional, "primitives": pr.functional}[kind].scaled_dot_product_attention
+    layer, x = nn.Linear(4, 12).double(), data(2, 5, 4)
+
+    def loss(x):
+        x = x.detach().requires_grad_()
+        q, k, v = layer(x)[:, None].chunk(3, -1)
+        bars = torch.autograd.grad(attention(q, k, v).sum(), x, create_graph=True)
+        return bars[0].square().sum()
+
+    with pr.repair_torch():
+        found, expected = (torch.autograd.grad(f(x), layer.weight) for f in (plainly(loss), loss))
+    same(found, expected)
+
+
 def test_a_module_that_returns_energy_and_forces_is_differentiated_by_the_forces_alone():
     """The last bias moves the energy alone: its gradient is zero, and the backward half cannot be cut for it."""
 

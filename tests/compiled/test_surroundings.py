@@ -84,7 +84,7 @@ def test_threads_and_processes():
 
 def test_a_long_first_call_is_not_silent(monkeypatch, caplog):
     monkeypatch.setattr(_graphs, "_PATIENCE", 0.01)
-    _graphs._say_slow.cache_clear()
+    monkeypatch.setattr(_graphs, "_said", threading.Lock())
 
     def slowly(module, fakes):
         time.sleep(0.3)
