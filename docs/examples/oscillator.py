@@ -83,9 +83,11 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
     t = torch.linspace(0, END, 200, dtype=torch.float64)[:, None]
     figures: dict[str, float] = {}
     logs: dict[str, list[float]] = {}
-    figure, axes = pyplot.subplots(1, 3, figsize=(11, 3), layout="constrained")
-    titles = ("loss", "the solution that was learned", "error of u'', against differences of u")
-    for axis, title in zip(axes, titles, strict=True):
+    # Narrow, for phones.
+    figure, places = pyplot.subplot_mosaic("uu;le", figsize=(5.4, 4.6), layout="constrained")
+    titles = {"l": "loss", "u": "the solution that was learned", "e": "error of u''"}
+    axes = [places[place] for place in titles]
+    for axis, title in zip(axes, titles.values(), strict=True):
         axis.set_title(title)
     axes[1].plot(t, t.cos(), color="0.7", linewidth=5, label="cos t")
     ways = ("torch", nullcontext, loss_of, "-"), ("repaired", pr.repair_torch, loss_of, "--")
