@@ -131,7 +131,7 @@ def _audit(place: str, order: int, *, strict: bool) -> int:
     sys.path.insert(0, os.getcwd())
     module, _, name = place.partition(":")
     if importlib.util.find_spec(module) is None:
-        sys.exit(f"audit: there is no module {module} here; give module:name, as in train:main.")
+        sys.exit(f"audit cannot find the module {module}: give module:name, as in train:main.")
     made = getattr(importlib.import_module(module), name or "main", None)
     case = made() if callable(made) else None
     if not (isinstance(case, tuple) and len(case) == 2):
