@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
+import torch
+
 
 class PrimitivesError(Exception):
     """Base of all exception types of the package."""
@@ -71,12 +73,37 @@ def check_callable(function: str, func: object) -> None:
         )
 
 
+def refuse_shared_statistics(error: BaseException) -> None:
+    """Raise in place of torch's error that `vmap` maps over a batch norm which updates statistics of all samples."""
+    if not str(error).startswith("Batch norm got a batched tensor"):
+        return
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    frame, modules = last and last.tb_frame, []
+    while frame is not None:
+        if isinstance(module := frame.f_locals.get("self"), torch.nn.Module):
+            modules.append(module)
+        frame = frame.f_back
+    who = type(modules[0]).__name__ if modules else "batch_norm"
+    # The longest path, as the outermost model knows it.
+    paths = [(path, outer) for outer in modules for path, inner in outer.named_modules() if inner is modules[0]]
+    if paths and paths[-1][0]:
+        who = f"{who} {paths[-1][0]!r} of {type(paths[-1][1]).__name__}"
+    raise MutationError(
+        f"vmap: running statistics of {who}, which training updates in place, must have a batch axis where the input "
+        "has one, got statistics that all samples share. Call the model by primitives.tracing.pure_module, which "
+        "returns those of each sample, or call model.eval(), or set track_running_stats=False."
+    ) from error
+
+
 @contextlib.contextmanager
 def remedy_noted() -> Iterator[None]:
-    """Context in which an error of torch that it lacks a derivative gets a note of what serves it (Python 3.11+)."""
+    """Context in which errors of torch name a remedy: a missing derivative's gets a note (Python 3.11+)."""
     try:
         yield
     except (NotImplementedError, RuntimeError) as error:
+        refuse_shared_statistics(error)
         text = str(error)
         is_torchs = "use forward AD with" in text or ("derivative for" in text and "is not implemented" in text)
         if is_torchs and hasattr(error, "add_note"):

@@ -58,7 +58,7 @@ def _write_back_vmap(info: Any, in_dims: tuple, targets: list[Tensor], values: l
             "vmap: the values to write differ from sample to sample, but the tensor that they are to be written to has "
             "no batch axis. Use the pure form, which returns them (primitives.tracing.pure_module of a module in "
             "training, primitives.functional.pure_batch_norm, `pure` of a custom operator), or pass a tensor with a "
-            "batch axis."
+            "batch axis; a batch norm writes none after eval() or with track_running_stats=False."
         )
     fronts = [t if axis is None else t.movedim(axis, 0) for t, axis in zip(targets, target_axes, strict=True)]
     aligned = [

@@ -15,7 +15,7 @@ from torch._C import _functorch  # type: ignore[attr-defined] - no stub
 
 from primitives._core.autograd import tangents_possible
 from primitives._core.contexts import Decorates
-from primitives._core.errors import BackendError
+from primitives._core.errors import BackendError, refuse_shared_statistics
 from primitives._repair.dispatcher import DEVICES, Registrations
 from primitives._repair.kernels import SIGNS, forward_kernel, inplace_kernel, inplace_name, repairs
 from primitives._repair.nodes import install_backwards, keep_repaired
@@ -211,7 +211,11 @@ def _sign(own: Callable[..., Any]) -> Callable[..., Any]:
         if not _forward_ad and (not _transforms or _peek() is None):
             with _lock:
                 _register_those_that_wait()
-        return own(keyset, *args, **kwargs)
+        try:
+            return own(keyset, *args, **kwargs)
+        except RuntimeError as error:
+            refuse_shared_statistics(error)
+            raise
 
     return kernel
 
