@@ -6,8 +6,8 @@ import sys
 
 import primitives
 
-# Trees, whose structure no annotation can say, and a compiled function or module.
-TREES = {"compile", "functional_call", "grad", "in_place", "unwrap_cotangents", "vjp", "wrap"}
+# Trees, whose structure no annotation can say.
+TREES = {"functional_call", "in_place", "unwrap_cotangents", "vjp", "wrap"}
 
 # What these offer, `primitives.functional` does.
 INSIDE = ("primitives.ops.", "primitives.kernels")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, NamedTuple, cast
+from collections.abc import Iterable, Iterator, ValuesView
+from typing import Any, NamedTuple, cast, overload
 
 import optree
 import torch
@@ -13,6 +13,7 @@ from torch.autograd.graph import GradientEdge
 from primitives._core.errors import DtypeError, LeafError, ShapeError, TreeError
 from primitives._core.trees.leaves import Meta, check_like
 from primitives._core.trees.overlay import align, key_path
+from primitives._core.typing import PyTree
 
 __all__ = ["backward", "grad"]
 
@@ -67,6 +68,30 @@ def backward(
     torch.autograd.backward(outputs.values, cotangents, retain_graph, create_graph, inputs=targets)
 
 
+@overload
+def grad(
+    outputs: Any, inputs: Tensor | GradientEdge, grad_outputs: Any = None,
+    retain_graph: bool | None = None, create_graph: bool = False, *, allow_unused: bool | None = None,
+    is_grads_batched: bool = False, materialize_grads: bool = False, namespace: str = "",
+) -> tuple[Tensor]: ...  # fmt: skip
+
+
+@overload
+def grad(
+    outputs: Any, inputs: Iterator[Tensor] | ValuesView[Tensor] | tuple[GradientEdge, ...], grad_outputs: Any = None,
+    retain_graph: bool | None = None, create_graph: bool = False, *, allow_unused: bool | None = None,
+    is_grads_batched: bool = False, materialize_grads: bool = False, namespace: str = "",
+) -> tuple[Tensor, ...]: ...  # fmt: skip
+
+
+@overload
+def grad(
+    outputs: Any, inputs: PyTree, grad_outputs: Any = None,
+    retain_graph: bool | None = None, create_graph: bool = False, *, allow_unused: bool | None = None,
+    is_grads_batched: bool = False, materialize_grads: bool = False, namespace: str = "",
+) -> PyTree: ...  # fmt: skip
+
+
 def grad(
     outputs: Any,
     inputs: Any,
@@ -78,7 +103,7 @@ def grad(
     is_grads_batched: bool = False,
     materialize_grads: bool = False,
     namespace: str = "",
-) -> Any:
+) -> Any | tuple[Tensor, ...]:
     """Gradient of `outputs` with respect to `inputs`, as a tree; adds nothing to `.grad`.
 
     Args:

@@ -2,27 +2,45 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
 
 import torch
 
 from primitives._core.errors import check_callable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
+    from primitives._compiled._function import CompiledFunction
 
 __all__ = ["compile"]
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_Module = TypeVar("_Module", bound=torch.nn.Module)
+
+
+@overload
+def compile(
+    fn: _Module, *, backend: str | Callable[..., Any] = "inductor", mode: str | None = None,
+    options: dict[str, Any] | None = None, dynamic: bool = False,
+) -> _Module: ...  # fmt: skip
+
+
+@overload
+def compile(
+    fn: Callable[_P, _R], *, backend: str | Callable[..., Any] = "inductor", mode: str | None = None,
+    options: dict[str, Any] | None = None, dynamic: bool = False,
+) -> CompiledFunction[_P, _R]: ...  # fmt: skip
+
 
 def compile(
-    fn: Any,
+    fn: Callable[..., Any],
     *,
     backend: str | Callable[..., Any] = "inductor",
     mode: str | None = None,
     options: dict[str, Any] | None = None,
     dynamic: bool = False,
-) -> Any:
+) -> Callable[..., Any]:
     """`fn`, compiled, with derivatives of every order inside and outside of it.
 
     The value of `fn` and each of its derivatives is traced when it is first needed, and compiled: a program. A training

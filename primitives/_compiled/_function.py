@@ -8,7 +8,7 @@ import logging
 import threading
 import types
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Generic, ParamSpec, TypeVar
 from unittest import mock
 
 import optree
@@ -33,6 +33,8 @@ from primitives.tracing._leaves import Leaves
 
 __all__ = ["CompiledFunction"]
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 _log = logging.getLogger("primitives.compile")
 # After so many sets of sizes or constants a user is told.
 _MANY = 8
@@ -189,14 +191,14 @@ def _without_guards() -> Iterator[None]:
         yield
 
 
-class CompiledFunction:
+class CompiledFunction(Generic[_P, _R]):
     """A compiled function; made by `compile`. `print` shows a table of its programs.
 
     Attributes:
         settings: How it is compiled, and what has been.
     """
 
-    def __init__(self, fn: Callable[..., Any], settings: Settings) -> None:
+    def __init__(self, fn: Callable[_P, _R], settings: Settings) -> None:
         self.settings = settings
         self._sites: dict[Any, list[_Site]] = {}
         self._described: list[tuple[str, Any]] = []
@@ -204,7 +206,7 @@ class CompiledFunction:
         self._has_assigned = False
         functools.update_wrapper(self, fn, updated=())
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         """The result of the function."""
         fn = self.__wrapped__  # type: ignore[attr-defined] - set by update_wrapper
         if torch.compiler.is_dynamo_compiling() or _C._len_torch_dispatch_stack() or torch.jit.is_tracing():
