@@ -46,6 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     add("after", type=Path)
     add = command(_compile)
     add("--only", nargs="+", default=[], metavar="WORDS", help="steps whose name contains one of these")
+    add("--device", choices=("cpu", "cuda"), default="cpu", help="where to measure (default: cpu)")
     add("--write", action="store_true", help="write the page of the docs")
     command(_eager)
     add = command(_emulate)
@@ -124,12 +125,12 @@ def _compile(options: argparse.Namespace) -> int:
     from perf import compiled_steps
 
     found = []
-    for each in compiled_steps.results(options.only):
+    for each in compiled_steps.results(options.only, options.device):
         found.append(each)
         print("\n".join([*compiled_steps.lines([each])][2:3]), flush=True)
     print("\n".join([*compiled_steps.lines(found)][len(found) + 2 :]))
     if options.write:
-        compiled_steps.write(found, DOCS)
+        compiled_steps.write(found, DOCS, options.device)
     return 0
 
 

@@ -6,8 +6,9 @@ import itertools
 import os
 from typing import Any
 
-# Before JAX starts.
+# Before JAX starts. It shares a GPU with torch.
 os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1")
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 from collections.abc import Callable, Sequence
 
@@ -88,12 +89,15 @@ STEPS: tuple[tuple[Any, Sequence[int], bool, Any], ...] = (
 )
 
 
-def jax_step(name: str) -> Callable[[], Any] | None:
+def jax_step(name: str, device: str) -> Callable[[], Any] | None:
     """The step of this name: loss and gradients of all weights; None where nobody wrote it in JAX."""
     written = {case.name: (case.shape, *step) for case, step in zip(CASES, STEPS, strict=False)}
     if name not in written:
         return None
     shape, loss, sizes, norm, act = written[name]
+    # Products as exact as torch's.
+    jax.config.update("jax_default_matmul_precision", "highest")
+    jax.config.update("jax_default_device", jax.devices(device)[0])
     params, x = init(sizes, norm=norm), jax.random.uniform(jax.random.PRNGKey(1), shape)
     run = jax.jit(jax.value_and_grad(lambda p, x: loss(lambda z: net(p, z, act), x)))
     return lambda: jax.block_until_ready(run(params, x))

@@ -98,7 +98,7 @@ def burgers_reverse(net: Any, xt: Tensor) -> Tensor:
 
 def burgers_forward(net: Any, xt: Tensor) -> Tensor:
     """The same, by forward mode."""
-    e_x, e_t = (torch.tensor(e).expand_as(xt).clone() for e in ([1.0, 0.0], [0.0, 1.0]))
+    e_x, e_t = (torch.tensor(e, device=xt.device).expand_as(xt).clone() for e in ([1.0, 0.0], [0.0, 1.0]))
     twice: Any = torch.func.jvp(lambda z: torch.func.jvp(net, (z,), (e_x,)), (xt,), (e_x,))
     (u, u_x), (_, u_xx) = twice
     u_t = torch.func.jvp(net, (xt,), (e_t,))[1]
@@ -154,7 +154,7 @@ def curvature(net: Any, x: Tensor) -> Tensor:
 
 def classify(net: Any, x: Tensor) -> Tensor:
     """Cross entropy, without a derivative in it."""
-    labels = torch.arange(len(x)) % 10
+    labels = torch.arange(len(x), device=x.device) % 10
     return pr.functional.cross_entropy(net(x), labels)
 
 

@@ -1,9 +1,9 @@
 """Training steps with derivatives in the loss: eager torch, `primitives.compile`, `torch.compile` and `jax.jit`.
 
-One thread, all of them in one process and in turns, the least time of each; first calls in processes of their own, with
-an empty folder for Inductor's files. `torch.compile` must take the loss whole, and JAX takes part where it is
-installed. `python -m perf.compiled_steps NAME ours` is such a process: it prints the seconds of a first call, with
-Inductor's files where `TORCHINDUCTOR_CACHE_DIR` says.
+One thread, all of them in one process and in turns, the least time of each; on the CPU first calls in processes of
+their own, with an empty folder for Inductor's files. `torch.compile` must take the loss whole, and JAX takes part where
+it is installed. `python -m perf.compiled_steps NAME ours` is such a process: it prints the seconds of a first call,
+with Inductor's files where `TORCHINDUCTOR_CACHE_DIR` says.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ from primitives.tracing._torch_private import bottom
 __all__ = ["CASES", "Case", "first_call", "lines", "measure", "results", "saved", "steps", "write"]
 
 CONTESTANTS = ("eager", "ours", "torch.compile", "jax.jit")
+# On a GPU the launches of small steps take longer than the kernels: Inductor's mode that repeats them as CUDA graphs.
+GRAPHS = ", graphs"
 
 
 def _step(params: Sequence[nn.Parameter], loss: Callable[[Tensor], Tensor], x: Tensor) -> list[Tensor]:
@@ -45,29 +47,33 @@ def _step(params: Sequence[nn.Parameter], loss: Callable[[Tensor], Tensor], x: T
     return [value, *(p.grad for p in params if p.grad is not None)]
 
 
-def least(functions: dict[str, Callable[[], Any]], seconds: float) -> dict[str, float]:
-    """The least milliseconds of each, called in turns."""
+def least(functions: dict[str, Callable[[], Any]], seconds: float, wait: Callable[[], Any]) -> dict[str, float]:
+    """The least milliseconds of each, called in turns; `wait` is for what a call has begun."""
     best, end = dict.fromkeys(functions, math.inf), time.perf_counter() + seconds
     while time.perf_counter() < end:
         for name, run in functions.items():
             start = time.perf_counter()
             run()
+            wait()
             best[name] = min(best[name], 1e3 * (time.perf_counter() - start))
     return best
 
 
-def steps(case: Case) -> dict[str, Callable[[], Any]]:
+def steps(case: Case, device: str = "cpu") -> dict[str, Callable[[], Any]]:
     """The step by contestant; nothing is compiled yet."""
     torch.manual_seed(0)
-    net, x = case.net(), torch.rand(case.shape)
+    net, x = case.net().to(device), torch.rand(case.shape).to(device)
     whole = functools.partial(torch.compile, fullgraph=True)
     ways: dict[str, Callable[..., Any]] = {"eager": lambda f: f, "ours": pr.compile, "torch.compile": whole}
+    if device == "cuda":
+        compilers = {"ours": pr.compile, "torch.compile": whole}
+        ways |= {name + GRAPHS: functools.partial(way, mode="reduce-overhead") for name, way in compilers.items()}
     loss, params = functools.partial(case.loss, net), [*net.parameters()]
     found: dict[str, Any] = {name: functools.partial(_step, params, way(loss), x) for name, way in ways.items()}
     if importlib.util.find_spec("jax") is not None:
         from perf.compiled_in_jax import jax_step
 
-        found["jax.jit"] = jax_step(case.name)
+        found["jax.jit"] = jax_step(case.name, device)
     return {name: step for name, step in found.items() if step is not None}
 
 
@@ -115,9 +121,9 @@ def first_call(name: str, contestant: str) -> float:
     return time.perf_counter() - start
 
 
-def measure(case: Case, seconds: float = 3.0) -> dict[str, Any]:
+def measure(case: Case, device: str, seconds: float = 3.0) -> dict[str, Any]:
     """By contestant: milliseconds, seconds of first calls, bytes; and the largest relative difference from eager."""
-    runs, failed = steps(case), []
+    runs, failed = steps(case, device), []
     truth = [y.clone() for y in runs["eager"]()]
     pairs = zip(truth, runs["ours"](), strict=True)
     difference = max(((a - b).abs().max() / a.abs().max().clamp_min(1e-30)).item() for a, b in pairs)
@@ -127,7 +133,9 @@ def measure(case: Case, seconds: float = 3.0) -> dict[str, Any]:
         except Exception as error:
             failed.append(f"{name}: {type(error).__name__}: {str(error).strip().splitlines()[0][:70]}")
             del runs[name]
-    times, plain = least(runs, seconds), {}
+    times, plain = least(runs, seconds, torch.cuda.synchronize if device == "cuda" else lambda: None), {}
+    if device == "cuda":
+        return {"case": case.name, "ms": times, "failed": failed, "difference": difference}
     if case.plain is not None:
         plain = {"plain": saved(steps(case._replace(loss=case.plain))["eager"])}
     return {
@@ -141,44 +149,53 @@ def measure(case: Case, seconds: float = 3.0) -> dict[str, Any]:
     }
 
 
-def lines(results: Iterable[dict[str, Any]]) -> Iterator[str]:
-    """Times, one line for each step as it is measured; first calls and memory; and the geometric means."""
+def contestants(results: Iterable[dict[str, Any]]) -> list[str]:
+    """Who has a time of one of these steps at least."""
+    timed = {name for found in results for name in found["ms"]}
+    return [name for each in CONTESTANTS for name in (each, each + GRAPHS) if name in timed]
+
+
+def lines(results: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Times, one line for each step; on the CPU first calls and memory; and the geometric means."""
     ratios: dict[str, list[float]] = {}
-    besides = ["| step | first call, s | again, s | saved, kB | peak, kB |", "|" + 5 * "---|"]
-    heads = ("step", "eager, ms", *CONTESTANTS[1:], "ours / eager", "difference")
+    besides = ["", "| step | first call, s | again, s | saved, kB | peak, kB |", "|" + 5 * "---|"]
+    names = contestants(results)
+    heads = ("step", "eager, ms", *names[1:], "ours / eager", "difference")
     yield f"| {' | '.join(heads)} |"
     yield "|" + len(heads) * "---|"
     for found in results:
-        ms, first = found["ms"], dict(found["first"])
+        ms, difference = found["ms"], f"{found['difference']:.0e}"
+        ratio = f"{ms['ours'] / ms['eager']:.2f}"
+        cells = [f"{ms[name]:.2f}" if name in ms else "-" for name in names]
+        yield f"| {' | '.join([found['case'], *cells, ratio, difference])} |"
         for name in ms:
             ratios.setdefault(name, []).append(ms["ours"] / ms[name])
+        if "first" not in found:
+            continue
+        first = dict(found["first"])
         for name in first.keys() & {"torch.compile"}:
             ratios.setdefault(f"{name}, first calls", []).append(first["ours"] / first[name])
         ratios.setdefault("eager, saved bytes", []).append(found["saved"]["ours"] / found["saved"]["eager"])
-        cells = [f"{ms[name]:.2f}" if name in ms else "-" for name in CONTESTANTS]
         again = f"{first.pop('ours again'):.1f}"
         seconds = " / ".join(f"{first[name]:.1f}" if name in first else "-" for name in CONTESTANTS[1:])
         bytes_ = [" / ".join(f"{n / 1e3:.0f}" for n in found[kind].values()) for kind in ("saved", "peak")]
-        ratio = ms["ours"] / ms["eager"]
         besides.append(f"| {' | '.join([found['case'], seconds, again, *bytes_])} |")
-        row = [found["case"], *cells, f"{ratio:.2f}", f"{found['difference']:.0e}"]
-        yield f"| {' | '.join(row)} |"
-    yield from ("", *besides, "")
+    yield from (*(besides if besides[3:] else []), "")
     for name, values in ratios.items():
         if name != "ours":
             mean = math.exp(sum(map(math.log, values)) / len(values))
             yield f"- ours / {name}: {mean:.2f} in the geometric mean of {len(values)}, {max(values):.2f} at most"
 
 
-def results(only: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
+def results(only: Sequence[str] = (), device: str = "cpu") -> Iterator[dict[str, Any]]:
     """What `measure` finds for each step, or for those whose name contains one of these words."""
     torch.set_num_threads(1)
     for case in CASES:
         if not only or any(word in case.name for word in only):
-            yield measure(case)
+            yield measure(case, device)
 
 
-def write(found: Sequence[dict[str, Any]], folder: Path) -> None:
+def write(found: Sequence[dict[str, Any]], folder: Path, device: str = "cpu") -> None:
     """The page of the docs with its picture, and the figures that both are made of."""
     import matplotlib as mpl
 
@@ -188,11 +205,11 @@ def write(found: Sequence[dict[str, Any]], folder: Path) -> None:
     # A narrow picture is read on a phone; `matplotlibrc` has its colors.
     mpl.rcParams.update({"svg.fonttype": "none", "font.size": 11, "svg.hashsalt": ""})
     figure, axes = plt.subplots(figsize=(5.2, 0.62 * len(found) + 1))
-    shown = [name for name in CONTESTANTS if name != "eager" and any(name in each["ms"] for each in found)]
+    shown = contestants(found)[1:]
     for k, name in enumerate(shown):
         pairs = [(i, each["ms"][name] / each["ms"]["eager"]) for i, each in enumerate(found) if name in each["ms"]]
         places = [i + 0.8 * (k + 0.5) / len(shown) - 0.4 for i, _ in pairs]
-        label = "primitives.compile" if name == "ours" else name
+        label = name.replace("ours", "primitives.compile")
         axes.barh(places, [y for _, y in pairs], 0.75 / len(shown), label=label, color=f"C{k}")
     axes.axvline(1, color="gray", linewidth=1, linestyle="--")
     axes.set_yticks(range(len(found)), [each["case"].replace(", ", "\n", 1) for each in found])

@@ -7,7 +7,8 @@ what torch has wrong or lacks. Six calls of each operator are judged, repaired o
 under `vmap` the first call, and each of an operator that is repaired.
 
 Run: `python -m perf.torch_derivatives`, once for each version of torch. It takes some twenty minutes; with the names of
-operators behind it, `aten.sgn.default`, it judges these and keeps the other rows.
+operators behind it, `aten.sgn.default`, it judges these and keeps the other rows. `--device cuda` judges operators on a
+GPU, by default those that only a GPU has or that are repaired, and prints their rows: the table is the CPU's.
 """
 
 from __future__ import annotations
@@ -136,16 +137,17 @@ def _beside_the_database() -> Iterator[Callable[[], Any]]:
     yield lambda: torch.linalg.eig(torch.view_as_complex(random(3, 3, 2)))
 
 
-def recorded(database: Iterable[Any]) -> dict[str, list[Call]]:
+def recorded(database: Iterable[Any], device: str = "cpu") -> dict[str, list[Call]]:
     """Calls by the name of their operator: those of `database`, and some beside it."""
     found: dict[str, list[Call]] = defaultdict(list)
-    for run in _beside_the_database():
-        with _Recorder(found):
-            run()
+    with torch.device(device):
+        for run in _beside_the_database():
+            with _Recorder(found):
+                run()
     for op in database:
-        if not op.supports_autograd or torch.float64 not in op.supported_dtypes("cpu"):
+        if not op.supports_autograd or torch.float64 not in op.supported_dtypes(device):
             continue
-        samples = op.sample_inputs("cpu", torch.float64, requires_grad=True)
+        samples = op.sample_inputs(device, torch.float64, requires_grad=True)
         for _, sample in zip(range(SAMPLES), samples, strict=False):
             try:
                 with _Recorder(found):
@@ -262,7 +264,7 @@ def judged(
     """
     generator = torch.Generator().manual_seed(0)
     xs = [_as_real(call.values[n]) for n in call.positions]
-    random = [torch.randn(x.shape, dtype=x.dtype, generator=generator) for x in xs]
+    random = [torch.randn(x.shape, dtype=x.dtype, generator=generator).to(x.device) for x in xs]
     directions = [_of_the_structure(v, x) for v, x in zip(random, xs, strict=True)]
 
     def below(*xs: Tensor) -> Tensor:
@@ -358,21 +360,37 @@ def counts(rows: Sequence[dict[str, str]]) -> Iterator[tuple[str, int, int, int,
         yield who, len(rows), wrong, early, len(raising)
 
 
+def _touches(row: dict[str, str]) -> bool:
+    """Whether torch has an operator wrong, or lacks some derivative of it."""
+    return bool(row["wrong"] or row["raises"])
+
+
 def main() -> None:
     """Write the table: of torch, and of torch repaired."""
     from torch.testing._internal.common_methods_invocations import op_db
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("operators", nargs="*", help="those to judge; all by default")
-    chosen = parser.parse_args().operators
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where to judge them")
+    options = parser.parse_args()
+    chosen = options.operators
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
-    calls = recorded(op_db)
+    calls = recorded(op_db, options.device)
     known = {row["operator"]: row for row in read_table()}
+    if options.device != "cpu" and not chosen:
+        chosen = [name.partition(" ")[0] for name in calls if name not in known or _touches(known[name])]
     if chosen:
         calls = {name: of_name for name, of_name in calls.items() if name.partition(" ")[0] in chosen}
         if missing := {*chosen} - {name.partition(" ")[0] for name in calls}:
             parser.error(f"no calls of {', '.join(sorted(missing))}, expected names such as aten.sgn.default")
+    if options.device != "cpu":
+        print("torch: operator | silently wrong | raises")
+        judged_names = dict(_measured(calls))
+        print("repaired:")
+        with pr.repair_torch():
+            dict(_measured({name: calls[name] for name in judged_names}, {*repairs(), *backward_operators()}))
+        return
     rows = {name: row for name, row in known.items() if chosen and name not in calls}
     # The repair reads them: its own columns are those of before until they are judged.
     judged_of_torch = dict(_measured(calls))
