@@ -1,7 +1,7 @@
 """Directional derivatives of a scalar function by every nesting of forward and reverse mode, and by differences.
 
 Every nesting of one order along one direction is the same number, `d^n/dt^n f(x + t v)` at `t = 0`, so that nestings
-can be held against each other and against differences of the nesting below.
+can be compared with each other and with differences of the nesting below.
 """
 
 from __future__ import annotations
