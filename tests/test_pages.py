@@ -73,6 +73,17 @@ def test_the_readme_is_short():
     assert len(README.split()) <= 500
 
 
+def test_front_pages_have_the_figures_of_measured_pages():
+    index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    measured = (ROOT / "docs" / "reference" / "torch_derivatives.md").read_text(encoding="utf-8")
+    for who, figures in re.findall(r"^\| (torch|repaired) (\| \d+ \| \d+ \| \d+) ", measured, re.MULTILINE):
+        assert all(re.search(rf"\| {who}[ \d.]* {re.escape(figures)}\b", page) for page in (README, index))
+    steps = (ROOT / "docs" / "perf" / "compile.md").read_text(encoding="utf-8")
+    for other in ("eager", "jax.jit"):
+        figures = re.search(rf"ours / {other}: (\S+) in the geometric mean of \d, (\S+) at most", steps).groups()
+        assert f"| {other} | {' | '.join(figures)} |" in index
+
+
 def test_the_example_prints_what_it_says(capsys, monkeypatch):
     (example,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
     monkeypatch.setattr(primitives, "compile", functools.partial(primitives.compile, backend="eager"))
