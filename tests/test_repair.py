@@ -2,6 +2,7 @@
 
 import copy
 import multiprocessing
+import re
 import threading
 import warnings
 import weakref
@@ -97,8 +98,10 @@ def test_the_switch():
         decorated = pr.repair_torch()(look)
         assert decorated()
         assert pr.is_repaired()
+        assert re.fullmatch(r"<repair_torch: \d\d operators of torch are repaired; undo\(\) ends it>", repr(first))
         pr.repair_torch().undo()
         assert not pr.is_repaired()
+        assert "as it was" in repr(first)
         assert decorated()
         pr.repair_torch()
         assert decorated()

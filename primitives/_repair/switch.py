@@ -130,6 +130,13 @@ class repair_torch(Decorates):  # noqa: N801 - used like a function, as torch.se
             if not is_active():
                 _Compiled.frames_at_end = _Compiled.frames()
 
+    def __repr__(self) -> str:
+        """Whether torch is repaired, by how many operators, and who ends it."""
+        if not is_active():
+            return "<repair_torch: torch is as it was; call repair_torch() to repair it>"
+        where = "undo() ends it" if process.is_repaired else "on this thread, to the end of the block"
+        return f"<repair_torch: {len(repairs())} operators of torch are repaired; {where}>"
+
     def __call__(self, function: _Function) -> _Function:
         """`function`, run inside the context."""
         with _lock:
