@@ -7,6 +7,7 @@ working when it moves here.
 from __future__ import annotations
 
 import contextlib
+import traceback
 from collections.abc import Iterator
 
 import torch
@@ -77,19 +78,13 @@ def refuse_shared_statistics(error: BaseException) -> None:
     """Raise in place of torch's error that `vmap` maps over a batch norm which updates statistics of all samples."""
     if not str(error).startswith("Batch norm got a batched tensor"):
         return
-    last = error.__traceback__
-    while last is not None and last.tb_next is not None:
-        last = last.tb_next
-    frame, modules = last and last.tb_frame, []
-    while frame is not None:
-        if isinstance(module := frame.f_locals.get("self"), torch.nn.Module):
-            modules.append(module)
-        frame = frame.f_back
+    *_, (innermost, _) = traceback.walk_tb(error.__traceback__)
+    owners = [frame.f_locals.get("self") for frame, _ in traceback.walk_stack(innermost)]
+    modules = [owner for owner in owners if isinstance(owner, torch.nn.Module)]
     who = type(modules[0]).__name__ if modules else "batch_norm"
-    # The longest path, as the outermost model knows it.
-    paths = [(path, outer) for outer in modules for path, inner in outer.named_modules() if inner is modules[0]]
-    if paths and paths[-1][0]:
-        who = f"{who} {paths[-1][0]!r} of {type(paths[-1][1]).__name__}"
+    paths = [(path, outer) for outer in modules[:0:-1] for path, x in outer.named_modules() if path and x is modules[0]]
+    if paths:
+        who = f"{who} {paths[0][0]!r} of {type(paths[0][1]).__name__}"
     raise MutationError(
         f"vmap: running statistics of {who}, which training updates in place, must have a batch axis where the input "
         "has one, got statistics that all samples share. Call the model by primitives.tracing.pure_module, which "
