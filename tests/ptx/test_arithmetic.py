@@ -96,6 +96,12 @@ RESULTS = {
         f"setp.{how} %p1, {{1}}, {{2}}; selp.b32 {{0}}, 1, 0, %p1": ("b32 b32 b32", 2**32 - 1, 5, [expected])
         for how, expected in (("lt.s32", 1), ("lo.u32", 0), ("lt.u32", 0), ("hi.u32", 1))
     },
+    # A predicate of each half, the lower one's first.
+    """setp.le.bf16x2 %p1|%p2, {1}, {2};
+    mov.b32 {0}, 0; @%p1 add.s32 {0}, {0}, 1; @%p2 add.s32 {0}, {0}, 2""": (
+        *("b32 b32 b32", [ONE << 16, ONE, ONE << 16 | ONE, 0x7FC0 << 16], ONE << 16 | HALF_UNIT),
+        [3, 2, 2, 1],
+    ),
     # Predicates combine, and guard.
     """setp.lt.s32 %p1, {1}, 3; setp.gt.and.s32 %p2, {1}, 0, %p1; not.pred %p3, %p2;
     mov.b32 {0}, 7; @%p2 mov.b32 {0}, 8; @!%p1 add.s32 {0}, {0}, 100; @%p3 add.s32 {0}, {0}, 1000""": (
