@@ -56,7 +56,7 @@ help:
 	@echo 'make test-models  models of transformers, diffusers and timm, unedited'
 	@echo 'make nightly   what takes long: full grids, all machine code, third orders compiled'
 	@echo 'make fuzz      thousands of drawn calls of each record (FUZZ_EXAMPLES=5000)'
-	@echo 'make gpu       on a machine with a GPU (CUDA): gpu-test, then the measurements, then their page in docs/perf'
+	@echo 'make gpu       on a machine with a GPU (CUDA): gpu-test, operators judged there, measurements and their pages'
 	@echo 'make gpu-test  the records and the tests of kernels on the compiled kernels (CUDA)'
 	@echo 'make check     ruff, format, pyright, codespell'
 	@echo 'make machine-code  bring the table of machine code in docs/perf up to date (no GPU needed)'
@@ -108,7 +108,9 @@ gpu: $(call installed,test)
 	rm -f $(GPU_RESULT)
 	failed=0; \
 	$(GPU_TEST) || failed=1; \
+	env -u TRITON_INTERPRET $(RUN) -m perf.torch_derivatives --device cuda || failed=1; \
 	env -u TRITON_INTERPRET $(RUN) -m perf run --device cuda --result $(GPU_RESULT) $(PERF_ARGS) || failed=1; \
+	env -u TRITON_INTERPRET $(RUN) -m perf compile --device cuda --write || failed=1; \
 	[ -f $(GPU_RESULT) ] && $(RUN) -m perf report $(GPU_RESULT) || failed=1; \
 	exit $$failed
 

@@ -196,7 +196,7 @@ def results(only: Sequence[str] = (), device: str = "cpu") -> Iterator[dict[str,
 
 
 def write(found: Sequence[dict[str, Any]], folder: Path, device: str = "cpu") -> None:
-    """The page of the docs with its picture, and the figures that both are made of."""
+    """The page of the docs for a device with its picture, and the figures that both are made of."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -218,9 +218,11 @@ def write(found: Sequence[dict[str, Any]], folder: Path, device: str = "cpu") ->
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(ncols=2, loc="lower center", bbox_to_anchor=(0.35, 1), frameon=False)
     figure.tight_layout()
-    figure.savefig(folder / "compile.svg", metadata={"Date": None})
-    (folder / "compile.json").write_text(json.dumps(list(found), indent=1) + "\n", encoding="utf-8")
-    (folder / "compile.md").write_text(_PAGE.format(table="\n".join(lines(found))), encoding="utf-8")
+    name, text = ("compile", _PAGE) if device == "cpu" else ("compile_gpu", _GPU_PAGE)
+    values = {"table": "\n".join(lines(found)), "gpu": device == "cuda" and torch.cuda.get_device_name()}
+    figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
+    (folder / f"{name}.json").write_text(json.dumps(list(found), indent=1) + "\n", encoding="utf-8")
+    (folder / f"{name}.md").write_text(text.format(**values, name=name), encoding="utf-8")
 
 
 _PAGE = """# Compiled training steps
@@ -234,7 +236,17 @@ constant); *peak* is a step's memory besides its arguments (eager / ours / torch
 
 {table}
 
-![Times of the steps beside those of eager torch](compile.svg)
+![Times of the steps beside those of eager torch]({name}.svg)
+"""
+_GPU_PAGE = """# Compiled training steps on a GPU
+
+`python -m perf compile --device cuda --write` makes this page: the steps of [the page for a CPU](compile.md) on one
+{gpu}, loss and gradients of all weights, float32 without TF32, the least time of each in turns, each waited for.
+*Graphs* is `mode="reduce-overhead"`, which repeats launches as CUDA graphs.
+
+{table}
+
+![Times of the steps beside those of eager torch]({name}.svg)
 """
 
 
