@@ -1,7 +1,7 @@
 """A critic with a gradient penalty and layer norm, on points in the plane, against the exact distance of two clouds.
 
     pip install '.[demo]'
-    python docs/examples/critic.py        # takes a minute; --quick shows that it runs
+    python docs/examples/critic.py        # about a minute; --quick shows that it runs
 
 A WGAN-GP critic f learns the Wasserstein distance of two clouds, mean f(right) - mean f(left), where (|grad f| - 1)^2
 between them is punished. Its gradient is taken in two ways:
@@ -25,14 +25,12 @@ Source: Gulrajani, Ahmed, Arjovsky, Dumoulin, Courville, "Improved Training of W
 2017; their critic has layer norm, because batch norm couples the points.
 """
 
-from __future__ import annotations
-
 import time
 from argparse import ArgumentParser
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from matplotlib import pyplot
@@ -42,9 +40,6 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, jvp
 
 import primitives as pr
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 NUMBER, PENALTY = 128, 100.0
 

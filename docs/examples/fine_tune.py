@@ -1,7 +1,7 @@
 """A BERT of Hugging Face is tuned by Newton's method: products of the Hessian, conjugate gradients.
 
     pip install '.[demo]' 'transformers>=5'
-    python docs/examples/fine_tune.py        # takes some minutes; --quick shows that it runs
+    python docs/examples/fine_tune.py        # about 4 minutes; --quick shows that it runs
 
 The network, small and with random weights, learns whether a sequence has more of one token than of another. A step
 solves (H + damping) s = -gradient by conjugate gradients, which need products of the Hessian H alone. Two orders of
@@ -23,19 +23,18 @@ down, later. Inside `primitives.repair_torch` both are right on the attention th
 Source: Martens, "Deep learning via Hessian-free optimization", ICML 2010.
 """
 
-from __future__ import annotations
-
 import itertools
 import sys
 import time
 from argparse import ArgumentParser
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from matplotlib import pyplot
 from optree.integrations.torch import tree_ravel
+from rich.progress import track
 from torch import Tensor, nn
 from torch.func import functional_call, grad, jvp
 from torch.nn import functional as F
@@ -48,9 +47,6 @@ try:
 except (ImportError, RuntimeError):
     sys.modules["torchvision"] = None  # as though it were not installed
 from transformers import BertConfig, BertForSequenceClassification
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 VOCABULARY, LENGTH = 8, 12
 
@@ -108,7 +104,7 @@ def train(net: nn.Module, product: Callable, steps: int) -> tuple[Tensor, list[f
         product(loss, w, v)
         times.append(time.perf_counter())
     losses, damping = [loss(w).item()], 1.0
-    for _ in range(steps):
+    for _ in track(range(steps), "Newton steps", transient=True):
         proposed = w + newton_step(loss, product, w, damping, 15)
         value = loss(proposed).item()
         if value < losses[-1]:

@@ -1,7 +1,7 @@
 """The spectrum of a Hessian by Lanczos's method, of a network with batch norm in training and layer norm.
 
     pip install '.[demo]'
-    python docs/examples/hessian_spectrum.py        # takes seconds
+    python docs/examples/hessian_spectrum.py        # about a minute
 
 A product of the Hessian H with a vector v can be taken in two orders, which are equal by calculus:
 
@@ -30,13 +30,11 @@ Source: Ghorbani, Krishnan, Xiao, "An Investigation into Neural Net Optimization
 arXiv:1901.10159, 2019.
 """
 
-from __future__ import annotations
-
 import time
 from argparse import ArgumentParser
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from matplotlib import pyplot
@@ -47,9 +45,6 @@ from torch.func import functional_call, grad, hessian, jvp, vmap
 from torch.nn import functional as F
 
 import primitives as pr
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 ORDERS = {
     "forward over reverse": lambda loss, w, v: jvp(grad(loss), (w,), (v,))[1],

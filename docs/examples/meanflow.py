@@ -1,7 +1,7 @@
 """MeanFlow on handwritten digits: a small diffusion transformer learns to draw a digit in one step.
 
     pip install '.[demo]'
-    python docs/examples/meanflow.py              # takes a few minutes; --quick shows that it runs
+    python docs/examples/meanflow.py              # takes some minutes; --quick shows that it runs
 
 The network predicts the mean velocity u(z, r, t) of the flow from time t back to time r. Its loss has a JVP in it:
 
@@ -14,14 +14,12 @@ All learn from the same batches. Losses, time and memory are printed; a picture 
 Source: Geng, Deng, Bai, Kolter, He, "Mean Flows for One-step Generative Modeling", arXiv:2505.13447, 2025.
 """
 
-from __future__ import annotations
-
 import json
 import tempfile
 import time
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from matplotlib import pyplot
@@ -35,9 +33,6 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.profiler import ProfilerActivity, profile
 
 import primitives as pr
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 PATCH, NUM_CLASSES, BATCH = 2, 10, 64
 

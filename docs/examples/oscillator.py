@@ -1,7 +1,7 @@
 """A physics-informed network with a layer norm: torch learns another equation than the one in its loss.
 
     pip install '.[demo]'
-    python docs/examples/oscillator.py              # takes a minute; --quick shows that it runs
+    python docs/examples/oscillator.py              # about half a minute; --quick shows that it runs
 
 The network learns u'' = -u with u(0) = 1 and u'(0) = 0, whose solution is cos t. Its loss takes u'' by two nested JVPs.
 Torch's JVP of a layer norm keeps mean and deviation constant when it is differentiated, so u'' is wrong; inside
@@ -13,14 +13,12 @@ differs. A picture shows the solutions, and how well each u'' fits. Steps are th
     compiled loss 7e-05, u off by 2e-03, u'' by 7e-07, 0.72 ms a step
 """
 
-from __future__ import annotations
-
 import time
 from argparse import ArgumentParser
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from matplotlib import pyplot
@@ -29,9 +27,6 @@ from torch import Tensor, nn
 from torch.func import jvp
 
 import primitives as pr
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 END, POINTS = 3.0, 32
 

@@ -1,7 +1,7 @@
 """Gradients of each sample's loss through batch norm in training, and what they tell of wrong labels.
 
     pip install '.[demo]'
-    python docs/examples/per_sample_gradients.py        # takes 10 seconds
+    python docs/examples/per_sample_gradients.py        # about half a minute; --quick takes fewer digits
 
 Batch norm in training couples the samples of a batch, so that "the gradient of a sample" has two meanings:
 
@@ -31,17 +31,16 @@ Every tenth label is wrong, and makes a long gradient: "found" is the chance tha
 one of a right label.
 """
 
-from __future__ import annotations
-
 import copy
 import time
 from argparse import ArgumentParser
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from matplotlib import pyplot
+from rich.progress import track
 from sklearn.datasets import load_digits
 from sklearn.metrics import roc_auc_score
 from torch import Tensor, nn
@@ -50,10 +49,7 @@ from torch.nn import functional as F
 
 import primitives as pr
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    Tensors = dict[str, Tensor]
+Tensors = dict[str, Tensor]
 
 
 def trained_network(x: Tensor, y: Tensor) -> nn.Module:
@@ -136,7 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
     batch = grad(lambda params: torchs_losses(params).mean())(params)
     figures: dict[str, float] = {}
     norms: dict[str, Tensor] = {}
-    for name, way in ways.items():
+    for name, way in track([*ways.items()], "ways", transient=True):
         way()  # what is compiled, is compiled now
         begin = time.perf_counter()
         gradients = way()

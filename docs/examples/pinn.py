@@ -1,7 +1,7 @@
 """A soliton of the Korteweg-de Vries equation by a physics-informed network with a layer norm.
 
     pip install '.[demo]'
-    python docs/examples/pinn.py        # takes three minutes; --quick shows that it runs
+    python docs/examples/pinn.py        # about 4 minutes; --quick shows that it runs
 
 A wave of speed c that keeps its shape solves u''' = (c - 6 u) u'. With c = 4, u(0) = 2, u'(0) = 0 and u''(0) = -4 that
 is the soliton u = 2 / cosh(x)^2. The loss of the network is its error in these four equations.
@@ -21,14 +21,12 @@ falls in all, but torch learns another equation. Steps are the fastest of each w
 Source: Raissi, Perdikaris, Karniadakis, "Physics-informed neural networks", Journal of Computational Physics 378, 2019.
 """
 
-from __future__ import annotations
-
 import time
 from argparse import ArgumentParser
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from matplotlib import pyplot
@@ -38,9 +36,6 @@ from torch.autograd import grad
 from torch.func import jvp
 
 import primitives as pr
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 SPEED, END, POINTS = 4.0, 3.0, 49
 
