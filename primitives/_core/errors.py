@@ -69,8 +69,8 @@ def check_callable(function: str, func: object) -> None:
     """Raise unless `func` can be called: its result is easily passed in its place."""
     if not callable(func):
         raise TypeError(
-            f"{function}: func must be a function or a module, got {type(func).__name__}. Pass the function itself, "
-            "not its result."
+            f"{function}: the first argument must be a function or a module, got {type(func).__name__}. Pass the "
+            "function itself, not its result."
         )
 
 
@@ -88,7 +88,8 @@ def refuse_shared_statistics(error: BaseException) -> None:
     raise MutationError(
         f"vmap: running statistics of {who}, which training updates in place, must have a batch axis where the input "
         "has one, got statistics that all samples share. Call the model by primitives.tracing.pure_module, which "
-        "returns those of each sample, or call model.eval(), or set track_running_stats=False."
+        "returns those of each sample, or call model.eval(), or set track_running_stats=False. "
+        f"({str(error).splitlines()[0]})"
     ) from error
 
 
@@ -104,7 +105,7 @@ def remedy_noted() -> Iterator[None]:
         if is_torchs and hasattr(error, "add_note"):
             note = (
                 "primitives: torch lacks this derivative. pr.repair_torch() gives its operators what they "
-                "lack; pr.audit(function, args) says which they are."
+                "lack; pr.audit(model, inputs) lists them."
             )
             # Transforms nest, and each sees the error.
             if note not in getattr(error, "__notes__", ()):

@@ -52,8 +52,8 @@ CASES = [
     (pr.TreeError, "(output, aux), got Tensor", lambda: func.grad(total, has_aux=True)(X),
      lambda: torch.func.grad(total, has_aux=True)(X)),
     # Arguments.
-    (TypeError, "grad: func must be a function or a module, got Tensor", lambda: func.grad(total(X))),
-    (TypeError, "vjp: func must be a function or a module, got Tensor", lambda: func.vjp(total(X), X)),
+    (TypeError, "grad: the first argument must be a function or a module, got Tensor", lambda: func.grad(total(X))),
+    (TypeError, "vjp: the first argument must be a function or a module, got Tensor", lambda: func.vjp(total(X), X)),
     (pr.AxisError, "[-2, 1]", lambda: func.grad(total, 2)(X, X), lambda: torch.func.grad(total, 2)(X, X)),
     (pr.AxisError, "argnums", lambda: func.jacfwd(total, (0, -1))(X), lambda: torch.func.grad(total, (0, 0))(X)),
     (pr.DtypeError, "grad: args[0]['rest'][0]", lambda: func.grad(total)({"x": TWO, "rest": (3.0,)}),
