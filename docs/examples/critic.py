@@ -101,9 +101,8 @@ def train(name: str, loss_of: Callable, net: nn.Module, gradient: Callable, step
     losses, times = [], [time.perf_counter()]
     for _ in track(range(steps), name, transient=True):
         order = torch.randperm(NUMBER, generator=generator)
-        loss = loss_of(
-            net, gradient, (left, right[order], torch.rand(NUMBER, 1, dtype=left.dtype, generator=generator))
-        )
+        share = torch.rand(NUMBER, 1, dtype=left.dtype, generator=generator)
+        loss = loss_of(net, gradient, (left, right[order], share))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

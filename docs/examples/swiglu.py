@@ -54,11 +54,9 @@ def gated(a, b, others=(), *, mode="value"):
     silu, silu_prime = a * sigmoid, sigmoid * (1 + a * (1 - sigmoid))
     if mode == "value":
         return silu * b
-    return (
-        (silu_prime * b * others[0], silu * others[0])
-        if mode == "backward"
-        else silu_prime * b * others[0] + silu * others[1]
-    )
+    if mode == "backward":
+        return silu_prime * b * others[0], silu * others[0]
+    return silu_prime * b * others[0] + silu * others[1]
 
 
 @gated.def_kernel("cuda")
