@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from primitives._core.errors import BackendError, LeafError
+from primitives._core.errors import BackendError, LeafError, check_arguments
+from primitives._core.recomputation import version_of
 from primitives._core.trees.nodes import leaves_of_nodes, mapped_nodes
 from primitives.tracing._modules.lending import attributes_kept
 
@@ -69,10 +70,7 @@ def warm_up(
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"warm_up: model must be a torch.nn.Module, got {type(model).__name__}. Pass it first.")
-    if not isinstance(args, tuple):
-        raise TypeError(
-            f"warm_up: args must be the tuple of the step's arguments, got {type(args).__name__}. Write (x,)."
-        )
+    check_arguments("warm_up", "args", args)
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise BackendError("warm_up: a CUDA graph is being captured, in which nothing can be loaded. Call it before.")
     given = mapped_nodes(_as_leaf, (args, dict(kwargs or {})), namespace)
@@ -115,7 +113,7 @@ def _forward_and_backward(namespace: str, model: nn.Module, *args: Any, **kwargs
 @contextlib.contextmanager
 def tensors_kept(tensors: Sequence[Tensor]) -> Iterator[None]:
     """Context that begins without gradients, and after which tensors and their gradients are what they were."""
-    values = [(x, x.detach().clone(), _version(x)) for x in tensors if not x.is_meta]
+    values = [(x, x.detach().clone(), version_of(x)) for x in tensors if not x.is_meta]
     grads = [(x, x.grad) for x in tensors if x.is_leaf]
     for x, _ in grads:
         x.grad = None
@@ -127,23 +125,17 @@ def tensors_kept(tensors: Sequence[Tensor]) -> Iterator[None]:
         with torch.no_grad():
             for x, value, version in values:
                 # Only what was written: what autograd has saved elsewhere must not look changed.
-                if _version(x) != version or not _is_same(x, value):
+                if version_of(x) != version or not _is_same(x, value):
                     if x.shape != value.shape:
                         x.resize_(value.shape)
                     x.copy_(value)
-
-
-def _version(x: Tensor) -> int:
-    return 0 if x.is_inference() else x._version
 
 
 def _is_same(x: Tensor, value: Tensor) -> bool:
     """Whether values are equal, NaN to NaN; of layouts that cannot be compared, writes show in the version alone."""
     if x.shape != value.shape:
         return False
-    if x.layout != torch.strided:
-        return True
-    return bool(((x == value) | ((x != x) & (value != value))).all())
+    return x.layout != torch.strided or torch.allclose(x, value, rtol=0.0, atol=0.0, equal_nan=True)
 
 
 @contextlib.contextmanager

@@ -59,7 +59,7 @@ def test_trees_of_nodes_and_arguments_by_keyword_are_taken():
     report = pr.audit(norm, (params,), {"order": 3}, strict=True, namespace=NAMESPACE)
     assert [*found(report)] == ["aten.native_layer_norm.default"]
     assert "rf" in report.failed
-    with pytest.raises(TypeError, match=r"args must be a tuple of the arguments, got Affine. Write \(x,\)"):
+    with pytest.raises(TypeError, match=r"args must be a tuple of arguments, got Affine. Write \(x,\)"):
         pr.audit(norm, params)
 
 

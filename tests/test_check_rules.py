@@ -213,7 +213,7 @@ def test_what_limits_a_check_is_noted(op, name, args, options, note):
 def test_mistakes_in_the_call_raise():
     for error, words, call in (
         (TypeError, "must hold a tensor", lambda: check_rules(only_value, (None,))),
-        (TypeError, "args must be the tuple", lambda: check_rules(only_value, X)),
+        (TypeError, "args must be a tuple", lambda: check_rules(only_value, X)),
         (TypeError, "op must be", lambda: check_rules(3, (X,))),
         (TypeError, "positional", lambda: check_rules(log_softmax_p, (X,), {"dim": 1})),
         (ValueError, "order must be at least 1", lambda: check_rules(only_value, (X,), order=0)),

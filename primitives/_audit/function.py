@@ -13,7 +13,7 @@ from primitives._audit.recording import Recorder, autograd_functions, labels_of,
 from primitives._audit.report import AuditReport, Finding, grouped
 from primitives._audit.strict import Call, culprits, errors_of
 from primitives._audit.table import MAX_ORDER, tabled_version, verdict_of
-from primitives._core.errors import LeafError, check_callable, remedy_noted
+from primitives._core.errors import LeafError, check_arguments, check_callable, remedy_noted
 from primitives._core.trees.nodes import leaves_of_nodes, mapped_nodes
 from primitives._repair.switch import is_repaired
 from primitives._warm_up import tensors_kept
@@ -81,8 +81,7 @@ def audit(
         True
     """
     check_callable("audit", function)
-    if not isinstance(args, tuple):
-        raise TypeError(f"audit: args must be a tuple of the arguments, got {type(args).__name__}. Write (x,).")
+    check_arguments("audit", "args", args)
     if order not in range(1, MAX_ORDER + 1):
         raise ValueError(f"audit: order must be between 1 and {MAX_ORDER}, got {order!r}.")
     given = mapped_nodes(_leaf, (args, dict(kwargs or {})), namespace)

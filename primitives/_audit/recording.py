@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from primitives._audit.table import name_of, verdict_of
+from primitives._core.recomputation import nodes_of
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 # Other operators that draw numbers have derivatives, as those of a gamma distribution and cuDNN's LSTM.
@@ -178,34 +179,34 @@ def labels_of(model: Any) -> Callable[[Any], str]:
 
 
 @contextlib.contextmanager
+def calls_seen(enter: Callable[[Any, Any], None], leave: Callable[[Any], Any]) -> Iterator[None]:
+    """Context in which `enter(module, args)` is called before each forward of a module, and `leave(kwargs)` after."""
+
+    def left(module: Any, args: Any, kwargs: Any, output: Any) -> None:
+        leave(kwargs)
+
+    before = register_module_forward_pre_hook(enter)
+    after = register_module_forward_hook(left, with_kwargs=True, always_call=True)
+    try:
+        yield
+    finally:
+        before.remove()
+        after.remove()
+        # torch forgets to, and warns of hooks from then on.
+        torch.nn.modules.module._global_forward_hooks_with_kwargs.pop(after.id, None)
+
+
+@contextlib.contextmanager
 def places_by_module(model: Any) -> Iterator[list[str]]:
     """Context in which a list holds the labels of the modules whose forward runs."""
     label, running = labels_of(model), []
-
-    def enter(module: Any, args: Any) -> None:
-        running.append(label(module))
-
-    def leave(module: Any, args: Any, output: Any) -> None:
-        running.pop()
-
-    handles = register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)
-    try:
+    with calls_seen(lambda module, args: running.append(label(module)), lambda kwargs: running.pop()):
         yield running
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def autograd_functions(outputs: Iterable[Any]) -> Counter[type]:
     """The user's `autograd.Function`s in the history of outputs, with how often each stands there."""
-    todo = [y.grad_fn for y in tree_leaves(outputs) if isinstance(y, torch.Tensor) and y.grad_fn is not None]
-    seen, found = set(todo), Counter()
-    while todo:
-        node = todo.pop()
-        if isinstance(node, BackwardCFunction) and _is_users(node._forward_cls):  # type: ignore[attr-defined]
-            found[node._forward_cls] += 1  # type: ignore[attr-defined] - set by torch on each node
-        for parent, _ in node.next_functions:
-            if parent is not None and parent not in seen:
-                seen.add(parent)
-                todo.append(parent)
-    return found
+    nodes = nodes_of(y for y in tree_leaves(outputs) if isinstance(y, torch.Tensor))
+    # Torch sets the class on each node.
+    classes = [node._forward_cls for node in nodes if isinstance(node, BackwardCFunction)]  # type: ignore[attr-defined]
+    return Counter(filter(_is_users, classes))

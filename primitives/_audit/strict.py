@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from primitives._audit.nestings import InFloat64, difference, nested, nested_by_autograd, nestings, perturbed_sum
+from primitives._audit.recording import calls_seen
 from primitives._audit.report import TOLERANCE, failed_in
 from primitives._core.trees.nodes import leaves_of_nodes, mapped_nodes
 from primitives.tracing._modules.lending import attributes_kept
@@ -62,21 +62,12 @@ def culprits(
         running[-1].inner.append(Call(module, mapped_nodes(kept, args, namespace), {}))
         running.append(running[-1].inner[-1])
 
-    def leave(module: Any, args: Any, kwargs: Any, output: Any) -> None:
+    def leave(kwargs: Any) -> None:
         running.pop().kwargs = mapped_nodes(kept, kwargs, namespace)
 
-    before, after = (
-        register_module_forward_pre_hook(enter),
-        register_module_forward_hook(leave, with_kwargs=True, always_call=True),
-    )
-    try:
-        with attributes_kept([owner for module in call.modules for owner in module.modules()]):
-            call.target(*call.args, **call.kwargs)
-    finally:
-        before.remove()
-        after.remove()
-        # torch forgets to, and warns of hooks from then on.
-        torch.nn.modules.module._global_forward_hooks_with_kwargs.pop(after.id, None)
+    owners = [owner for module in call.modules for owner in module.modules()]
+    with calls_seen(enter, leave), attributes_kept(owners):
+        call.target(*call.args, **call.kwargs)
     # A module is the first to be called.
     call.inner = running[0].inner[0].inner if isinstance(call.target, torch.nn.Module) else running[0].inner
     yield from _innermost(call, {n: errors[n] for n in failed_in(errors)}, judge)

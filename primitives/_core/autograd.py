@@ -35,7 +35,6 @@ from primitives._core.errors import ShapeError
 from primitives._core.fast_path import FAST_PATH_CPU
 from primitives._core.rules import RuleTable
 from primitives._core.sequences import Lengths, flatten, regroup, tuple_getter, tuple_maker
-from primitives._core.spec import Residuals
 from primitives._core.statistics import refuse_cotangent, refused_tangent
 from primitives._core.subclasses import handled
 
@@ -197,7 +196,7 @@ _Ready = tuple[Any, "tuple | None"]
 _NOTHING: _Ready = (None, None)
 
 
-def _rules_class(rules: RuleTable, layout: Residuals, flat_vjp: Callable) -> type:  # noqa: C901 - one closure
+def _rules_class(rules: RuleTable, layout: Any, flat_vjp: Callable) -> type:  # noqa: C901 - one closure
     """Build the autograd function of an operator that is differentiated by `flat_vjp` and keeps `layout` for it.
 
     It is applied to a `_Call`, and to the tensors of the call one by one: torch differentiates no lists, and looks at

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch._guards import detect_fake_mode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils.checkpoint import get_device_states, set_device_states
 
 from primitives._core.sequences import flatten, regroup
 from primitives._core.spec import Spec
@@ -75,8 +76,19 @@ def _without_level(x: Tensor, level: int) -> Tensor:
     return one if one.shape[0] == two.shape[0] else x
 
 
-def _random_states(on_cuda: bool) -> list[Tensor]:
-    return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if on_cuda else [])]
+def _random_states(tensors: Sequence[Any]) -> list[Tensor]:
+    return [torch.get_rng_state(), *get_device_states(*tensors)[1]]
+
+
+def rewinder(tensors: Sequence[Any]) -> Callable[[], None]:
+    """A function that sets the generators which a function of `tensors` draws from back to what they are now."""
+    state, (devices, states) = torch.get_rng_state(), get_device_states(*tensors)
+
+    def rewind() -> None:
+        torch.set_rng_state(state)
+        set_device_states(devices, states)
+
+    return rewind
 
 
 def _each_sample(name: str, randomness: str, size: int, tensors: Sequence[Any]) -> Iterator[int]:
@@ -85,15 +97,12 @@ def _each_sample(name: str, randomness: str, size: int, tensors: Sequence[Any]) 
     if randomness == "different" or detect_fake_mode(list(tensors)) is not None:
         yield from range(size)
         return
-    on_cuda = any(isinstance(x, torch.Tensor) and x.is_cuda for x in tensors)
-    first = _random_states(on_cuda)
+    first, rewind = _random_states(tensors), rewinder(tensors)
     for i in range(size):
         if randomness == "same":
-            torch.set_rng_state(first[0])
-            if on_cuda:
-                torch.cuda.set_rng_state(first[1])
+            rewind()
         yield i
-        if randomness == "error" and not all(map(torch.equal, _random_states(on_cuda), first)):
+        if randomness == "error" and not all(map(torch.equal, _random_states(tensors), first)):
             raise RuntimeError(
                 f"vmap: {name} called a random operation while in randomness error mode. Please either use "
                 "the 'same' or 'different' randomness flags on vmap or perform the randomness operation out of vmap."

@@ -6,7 +6,7 @@ mode first (if that is the mode), then in the general one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from torch._ops import OpOverload, OpOverloadPacket
@@ -132,14 +132,8 @@ def get_decomposition(op: Any, *, for_jvp: bool = False) -> Callable[..., Any]:
         for overload in overloads:
             if overload in table:
                 return table[overload]
-    raise _missing(
-        overloads, "register_decomposition_for_jvp or register_decomposition" if for_jvp else "register_decomposition"
-    )
-
-
-def _missing(overloads: Sequence[OpOverload], decorator: str) -> MissingRuleError:
-    mode = "forward mode" if "jvp" in decorator else "differentiation"
-    return MissingRuleError(
-        f"{', '.join(str(overload) for overload in overloads)}: no decomposition is registered for {mode}. "
-        f"Add one with {decorator}."
+    raise MissingRuleError(
+        f"{', '.join(map(str, overloads))}: no decomposition is registered for "
+        f"{'forward mode' if for_jvp else 'differentiation'}. Add one with "
+        f"{'register_decomposition_for_jvp or ' * for_jvp}register_decomposition."
     )

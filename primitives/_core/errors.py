@@ -74,6 +74,14 @@ def check_callable(function: str, func: object) -> None:
         )
 
 
+def check_arguments(function: str, name: str, args: object) -> None:
+    """Raise unless `args` is a tuple of arguments."""
+    if not isinstance(args, tuple):
+        raise TreeError(
+            f"{function}: {name} must be a tuple of arguments, got {type(args).__name__}. Write (x,) for one."
+        )
+
+
 def refuse_shared_statistics(error: BaseException) -> None:
     """Raise in place of torch's error that `vmap` maps over a batch norm which updates statistics of all samples."""
     if not str(error).startswith("Batch norm got a batched tensor"):

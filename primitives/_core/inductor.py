@@ -26,6 +26,7 @@ import importlib.util
 import pathlib
 import sys
 import threading
+import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -167,21 +168,10 @@ class _KernelsInForce:
     The lowering of a graph depends on the backend, on the kernels and on their plans.
     """
 
-    def __iter__(self) -> Iterator[_SourceStandIn]:
-        yield _SourceStandIn(f"# {backend.current_backend()} {_sources_digest()}\n")
-
-
-class _SourceStandIn:
-    """Torch's parts of a Triton kernel for the key: its source, and a function whose globals it goes through."""
-
-    def __init__(self, source: str) -> None:
-        self.src = source
-        self.__name__ = "primitives"
-        self.fn: Callable = _no_globals
-
-
-def _no_globals() -> None:
-    pass
+    def __iter__(self) -> Iterator[types.SimpleNamespace]:
+        source = f"# {backend.current_backend()} {_sources_digest()}\n"
+        # What torch reads of a Triton kernel: its source, and a function whose globals it goes through.
+        yield types.SimpleNamespace(src=source, __name__="primitives", fn=lambda: None)
 
 
 @functools.cache

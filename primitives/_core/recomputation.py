@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,8 +20,20 @@ from torch.autograd import forward_ad
 
 from primitives._core.autograd import function_class, unpack_dual
 from primitives._core.dtypes import has_derivatives
+from primitives._core.sequences import in_places
 
 Tensors = tuple[Tensor, ...]
+
+
+def nodes_of(outputs: Iterable[Tensor]) -> Iterator[Any]:
+    """The nodes of the graph that autograd recorded of some tensors, each once."""
+    todo, seen = [y.grad_fn for y in outputs], {None}
+    while todo:
+        node: Any = todo.pop()
+        if node not in seen:
+            seen.add(node)
+            yield node
+            todo += [parent for parent, _ in node.next_functions]
 
 
 class Recomputable:
@@ -177,7 +189,8 @@ def _setup_context(ctx: Any, inputs: tuple, output: Tensors) -> None:
     ctx.save_for_forward(*inputs[2 : 2 + ctx.num])
 
 
-def _version(x: Tensor) -> int:
+def version_of(x: Tensor) -> int:
+    """How often a tensor has been written; one of inference mode does not say, nor is it written outside of that."""
     return 0 if x.is_inference() else x._version
 
 
@@ -190,7 +203,7 @@ def _save(ctx: Any, inputs: tuple, output: Tensors, results: Tensors, unread: fr
     kept = output[len(output) - ctx.function.num_kept :]
     # Sizes come last.
     ctx.numbers = [x for x in kept if not isinstance(x, torch.Tensor)]
-    ctx.unread = [(i, tensors[i], _version(tensors[i])) for i in sorted(unread)]
+    ctx.unread = [(i, tensors[i], version_of(tensors[i])) for i in sorted(unread)]
     saved = [x for i, x in enumerate(tensors) if i not in unread]
     ctx.save_for_backward(*saved, *kept[: len(kept) - len(ctx.numbers)])
     ctx.set_materialize_grads(False)
@@ -209,7 +222,7 @@ def _backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
         function = ctx.function.resumed(num, wanted, given)
         given_bars: Any = [cotangents[k] for k in given]
         is_read = torch.is_grad_enabled() or not function.resumes
-        if is_read and any(_version(x) != version for _, x, version in ctx.unread):
+        if is_read and any(version_of(x) != version for _, x, version in ctx.unread):
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: an "
                 "argument, a parameter or a captured tensor of a compiled function, before its recorded backward pass."
@@ -292,7 +305,7 @@ class Pushforward(Derived):
 
     def __call__(self, *values: Tensor) -> Tensors:
         tensors, tangents = values[: self._count], values[self._count :]
-        moved = _in_places(self.inner, tensors, self._moving)
+        moved = in_places(self.inner, tensors, self._moving)
         results, results_dot = _jvp_of(moved, [tensors[i] for i in self._moving], tangents)
         self._with_tangent = [k for k, y in enumerate(results) if has_derivatives(y.dtype) and k not in self.constants]
         return *results, *(results_dot[k] for k in self._with_tangent)
@@ -319,7 +332,7 @@ class Pullback(Derived):
 
     def __call__(self, *values: Tensor) -> tuple[Any, ...]:
         tensors, cotangents = values[: self._count], values[self._count :]
-        inputs, moved = [tensors[i] for i in self._wanted], _in_places(self.inner, tensors, self._wanted)
+        inputs, moved = [tensors[i] for i in self._wanted], in_places(self.inner, tensors, self._wanted)
 
         def results(*inputs: Tensor) -> Tensors:
             found = moved(*inputs)
@@ -356,15 +369,3 @@ def _jvp_of(function: Callable[..., Tensors], primals: Sequence[Tensor], tangent
             [_functorch._unwrap_for_grad(y, level) for y in each] for each in zip(*both, strict=True)
         )
         return results, results_dot
-
-
-def _in_places(function: Any, tensors: Sequence[Tensor], places: Sequence[int]) -> Callable[..., Tensors]:
-    """The function of the tensors at these places, given all others."""
-
-    def run(*inputs: Tensor) -> Tensors:
-        values = list(tensors)
-        for i, x in zip(places, inputs, strict=True):
-            values[i] = x
-        return function(*values)
-
-    return run

@@ -12,8 +12,8 @@ from primitives._core import backend
 from primitives._core.contexts import run_as_written
 from primitives._core.decomposition import forget_decompositions, get_decomposition
 from primitives._core.errors import MissingRuleError
-from primitives._core.sequences import flatten, regroup, tuple_getter, tuple_maker
-from primitives._core.spec import ResidualLayout, Residuals, Spec
+from primitives._core.sequences import flatten, in_places, regroup, tuple_getter, tuple_maker
+from primitives._core.spec import ResidualLayout, Spec
 
 _are_tensors = frozenset([torch.Tensor]).issuperset
 _is_view: Any = torch.Tensor._is_view
@@ -83,7 +83,8 @@ class RuleTable:
             Inductor sees of the operator.
         kernels: Implementations by device, beside the reference.
         decomposable: As above.
-        layouts: The values kept for the vjp rule, for the jvp rule, and for the decomposition in place of a vjp rule.
+        layouts: The values kept for the vjp rule, for the jvp rule, and for the decomposition in place of a vjp rule;
+            each a `ResidualLayout`, or what packs and unpacks as that does.
         cpu: `(*args) -> outputs` on CPU tensors, by the implementation for the backend in force.
         cuda: The same on CUDA tensors.
         implementations: The implementations themselves, by device and backend.
@@ -99,7 +100,7 @@ class RuleTable:
         self.kernels: dict[str, Callable[..., Any]] = {}
         declared = ResidualLayout(spec, (*residuals, *[s for s in spec.statistics if s not in residuals]))
         every_argument = ResidualLayout(spec, (*spec.tensors, *spec.statistics))
-        self.layouts: tuple[Residuals, Residuals, Residuals] = (declared, declared, every_argument)
+        self.layouts: tuple[Any, Any, Any] = (declared, declared, every_argument)
         self.implementations: dict[str, dict[str, Callable[..., Any]]] = {"cpu": {}, "cuda": {}}
         self.cpu: Callable[..., Any]
         self.cuda: Callable[..., Any]
@@ -196,16 +197,13 @@ class RuleTable:
         by_place = zip(places, cotangents[0] if spec.returns_list else cotangents, strict=True)
         given = {place: _alive(cotangent) for place, cotangent in by_place if cotangent is not None}
 
-        def function(*values: Any) -> tuple[Any, ...]:
-            substituted = list(tensors)
-            for i, value in zip(active, values, strict=True):
-                substituted[i] = value
-            substitutes = zip(spec.tensors, regroup(substituted, lengths), strict=True)
+        def function(*tensors: Any) -> tuple[Any, ...]:
+            substitutes = zip(spec.tensors, regroup(tensors, lengths), strict=True)
             outputs = decomposition(*{**args, **dict(substitutes)}.values())
             flat = outputs if isinstance(outputs, (list, tuple)) else (outputs,)
             return tuple(flat[place] for place in given)
 
-        pullback = torch.func.vjp(function, *[tensors[i] for i in active])[1]
+        pullback = torch.func.vjp(in_places(function, tensors, active), *[tensors[i] for i in active])[1]
         result: list[Any] = [None] * len(tensors)
         for i, cotangent in zip(active, pullback(tuple(given.values())), strict=True):
             result[i] = cotangent

@@ -23,6 +23,18 @@ def tuple_maker(kind: type) -> Callable[[Iterable[Any]], Any]:
     return functools.partial(tuple.__new__, kind)
 
 
+def in_places(function: Callable[..., Any], values: Sequence[Any], places: Sequence[int]) -> Callable[..., Any]:
+    """`function(*values)` as a function of the values at these places, given all others."""
+
+    def run(*own: Any) -> Any:
+        given = list(values)
+        for i, value in zip(places, own, strict=True):
+            given[i] = value
+        return function(*given)
+
+    return run
+
+
 def flatten(entries: Sequence[Any], lists: Sequence[int]) -> tuple[list, Lengths]:
     """The entries with the lists at the positions `lists` replaced by their elements, and what `regroup` takes."""
     if len(lists) == 1:

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from collections import namedtuple
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch._ops import OpOverload
@@ -120,18 +120,6 @@ def _lists(types: dict[str, str]) -> list[str]:
         if kind.startswith("Optional[List[") and "Tensor" in kind:
             raise ValueError(f"{name}: a list of tensors must not be optional; pass an empty list, got {kind}.")
     return [name for name, kind in types.items() if kind.startswith("List[") and "Tensor" in kind]
-
-
-class Residuals(Protocol):
-    """The choice of the values that the forward pass keeps for a rule, and how the rule gets it."""
-
-    def pack(self, args: Sequence[Any], outputs: Sequence[Any]) -> tuple[Sequence, tuple]:
-        """Split one call into the tensors to save (or `None`s) and the values that are not tensors."""
-        ...
-
-    def unpack(self, tensors: Sequence[Any], static: tuple) -> Any:
-        """The arguments of the rule."""
-        ...
 
 
 class ResidualLayout:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._guards import detect_fake_mode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from primitives._core.errors import MissingRuleError
 
@@ -21,15 +21,6 @@ def _message(op_name: str, output: str, mode: str) -> str:
     return (
         f"{op_name}: output {output!r} is a statistic cached for the derivative rules and has no {mode} of its own. "
         "Compute it from the input with torch operations if its derivative is needed, or detach it if it is not."
-    )
-
-
-def _returns_view(func: Any) -> bool:
-    returns = func._schema.returns
-    return (
-        [str(r.type) for r in returns] == ["Tensor"]
-        and bool(returns[0].alias_info)
-        and not returns[0].alias_info.is_write
     )
 
 
@@ -63,9 +54,10 @@ class _RefusedTangent(torch.Tensor):
             return cls(args[1], args[0]._message)
         if func is aten.copy_.default and isinstance(args[0], cls):
             return args[0]
-        if isinstance(args[0], cls) and _returns_view(func):
+        if isinstance(args[0], cls) and func.is_view:
             layout = torch.empty_strided(args[0].shape, args[0].stride(), dtype=args[0].dtype, device="meta")
-            return cls(func(layout, *args[1:], **(kwargs or {})), args[0]._message, args[0].device)
+            views = func(layout, *args[1:], **(kwargs or {}))
+            return tree_map(lambda view: cls(view, args[0]._message, args[0].device), views)
         leaves = tree_leaves((args, kwargs))
         raise MissingRuleError(next(leaf._message for leaf in leaves if isinstance(leaf, cls)))
 

@@ -10,10 +10,9 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch._C._dynamo import eval_frame
 from torch._functorch.eager_transforms import _jvp_with_argnums, _vjp_with_argnums
-from torch.utils.checkpoint import get_device_states, set_device_states
 
+from primitives._core.contexts import run_as_written
 from primitives._core.errors import (
     AxisError,
     DtypeError,
@@ -21,6 +20,7 @@ from primitives._core.errors import (
     MissingRuleError,
     ShapeError,
     TreeError,
+    check_arguments,
     check_callable,
     remedy_noted,
 )
@@ -49,11 +49,8 @@ def eager_after_break(function: F) -> F:
         with remedy_noted():
             return function(*args, **kwargs)
 
-    skip = eval_frame._FrameAction.SKIP  # type: ignore[attr-defined] - an enumeration that the stub leaves out
-    marked: Any
-    for marked in (function, noted):
-        eval_frame.set_code_exec_strategy(marked.__code__, eval_frame._FrameExecStrategy(skip, skip))
-    return noted  # type: ignore[return-value] - it has the signature of `function`
+    run_as_written(function)
+    return run_as_written(noted)  # type: ignore[return-value] - it has the signature of `function`
 
 
 class FlatCall:
@@ -212,11 +209,7 @@ def primals_call(
 ) -> FlatCall:
     """`func(*primals)` as a function of flat tensors."""
     check_callable(function, func)
-    if not isinstance(primals, tuple):
-        raise TreeError(
-            f"{function}: primals must be a tuple of the arguments of func, got {type(primals).__name__}. "
-            "Write (x,) for a single argument."
-        )
+    check_arguments(function, "primals", primals)
     allowed = {"vjp": "differentiable", "hvp": "scalar"}.get(function, "any")
     return FlatCall(function, func, primals, {}, options, root="primals", has_aux=has_aux, allowed=allowed)
 
@@ -276,14 +269,3 @@ def check_vmap_options(function: str, randomness: str, name: str, number: Any) -
         raise DtypeError(f"{function}: {name} must be an int, got {type(number).__name__}.")
     if number < 1:
         raise ShapeError(f"{function}: {name} must be at least 1, got {number}.")
-
-
-def rewinder(tensors: Sequence[Tensor]) -> Callable[[], None]:
-    """A function that sets the generators which a function of `tensors` draws from back to what they are now."""
-    state, (devices, states) = torch.get_rng_state(), get_device_states(*tensors)
-
-    def rewind() -> None:
-        torch.set_rng_state(state)
-        set_device_states(devices, states)
-
-    return rewind

@@ -8,13 +8,13 @@ from typing import Any, ParamSpec
 import torch
 from torch import Tensor
 
+from primitives._core.batching import rewinder
 from primitives.func._calls import (
     FlatCall,
     check_vmap_options,
     eager_after_break,
     jvp_of,
     named_like,
-    rewinder,
     vjp_of,
     wrap_argnums,
 )

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from primitives._core.dtypes import has_derivatives
+from primitives._core.recomputation import nodes_of, version_of
 from primitives.func._calls import eager_after_break, primals_call
 from primitives.tracing._memory import bottom
 
@@ -99,22 +100,13 @@ class _Versions:
 
     def record(self, outputs: Sequence[Tensor]) -> None:
         """Take note of what the graph of `outputs` keeps."""
-        seen: set[Any] = set()
-        nodes = [output.grad_fn for output in outputs]
-        while nodes:
-            node = nodes.pop()
-            if node is None or node in seen:
-                continue
-            seen.add(node)
-            # The version of a tensor made in inference mode cannot be read, nor can it change outside of that.
-            kept = [tensor for tensor in map(bottom, _kept_by(node)) if not tensor.is_inference()]
-            self._kept += [(tensor, tensor._version) for tensor in kept]
-            nodes += [following for following, _ in node.next_functions]
+        for node in nodes_of(outputs):
+            self._kept += [(tensor, version_of(tensor)) for tensor in map(bottom, _kept_by(node))]
 
     def check(self) -> None:
         """Raise what autograd raises if one of the tensors has been changed since."""
         for tensor, version in self._kept:
-            if tensor._version != version:
+            if version_of(tensor) != version:
                 raise RuntimeError(
                     f"linearize: no tensor that the derivative needs may be changed in place, but one of shape "
                     f"{list(tensor.shape)} and dtype {tensor.dtype} was. Call linearize again."

@@ -14,8 +14,9 @@ from torch._C import _functorch  # type: ignore[attr-defined] - no stub
 from torch.nn.modules.batchnorm import _NormBase
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import arg_tree_leaves
-from torch.utils.checkpoint import get_device_states, set_device_states
+from torch.utils.checkpoint import get_device_states
 
+from primitives._core.batching import rewinder
 from primitives._core.errors import LeafError, MutationError
 from primitives._core.recomputation import Recomputable
 from primitives._core.trees.nodes import ARGUMENTS, RESULTS, flattened
@@ -244,13 +245,12 @@ def _surroundings(tensors: Sequence[Tensor]) -> list[Context]:
     if _C._get_dispatch_mode(_C._TorchDispatchModeKey.PROXY) is not None:  # type: ignore[attr-defined] - no stub
         # A graph has no generators.
         return contexts
-    state, (devices, states) = torch.get_rng_state(), get_device_states(*tensors)
+    rewind, (devices, _) = rewinder(tensors), get_device_states(*tensors)
 
     @contextlib.contextmanager
     def drawing_again() -> Iterator[None]:
         with torch.random.fork_rng(devices):
-            torch.set_rng_state(state)
-            set_device_states(devices, states)
+            rewind()
             yield
 
     return [*contexts, drawing_again]

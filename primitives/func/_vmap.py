@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 from torch._C import _functorch  # type: ignore[attr-defined] - no stub
 
+from primitives._core.batching import rewinder
 from primitives._core.errors import AxisError, LeafError, ShapeError, TreeError
 from primitives._core.trees.leaves import Partition
 from primitives._core.trees.overlay import spread
-from primitives.func._calls import FlatCall, check_vmap_options, eager_after_break, kind_of, named_like, rewinder
+from primitives.func._calls import FlatCall, check_vmap_options, eager_after_break, kind_of, named_like
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from primitives._core.backend import current_backend, require_interpreter, use_backend
-from primitives._core.errors import BackendError
+from primitives._core.errors import BackendError, check_arguments
 from primitives.testing import _derivatives, _reproducer, _transforms, _values
 from primitives.testing._compare import MismatchError, NotApplicableError, Record
 from primitives.testing._report import FAILED, NOT_APPLICABLE, OK, Report, Row, RuleError
@@ -175,10 +175,7 @@ class _Check:
     ) -> _Check:  # fmt: skip
         if order < 1:
             raise ValueError(f"check_rules: order must be at least 1, got {order}.")
-        if not isinstance(args, tuple):
-            raise TypeError(
-                f"check_rules: args must be the tuple of the positional arguments, got {type(args).__name__}."
-            )
+        check_arguments("check_rules", "args", args)
         subject = Subject.of(op, args, dict(kwargs or {}), namespace)
         if devices is None:
             own = subject.tensors[0].device

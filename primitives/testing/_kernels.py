@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from primitives._core.errors import BackendError, DeviceError, PrimitivesError, check_callable
+from primitives._core.errors import BackendError, DeviceError, PrimitivesError, check_arguments, check_callable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -116,10 +116,7 @@ def check_kernel(
         (True, 1600)
     """
     check_callable("check_kernel", launcher)
-    if not isinstance(args, tuple):
-        raise TypeError(
-            f"check_kernel: args must be a tuple of arguments, got {type(args).__name__}. Write (x,) for one."
-        )
+    check_arguments("check_kernel", "args", args)
     if chip not in CHIPS:
         raise ValueError(f"check_kernel: chip must be one of {', '.join(CHIPS)}, got {chip!r}.")
     given = dict(kwargs or {})

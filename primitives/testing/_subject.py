@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
@@ -15,10 +14,11 @@ from torch import Tensor
 from primitives._core.dtypes import has_derivatives
 from primitives._core.errors import MissingRuleError
 from primitives._core.primitive import Primitive
-from primitives._core.trees.leaves import Partition
+from primitives._core.sequences import in_places
 from primitives._core.trees.overlay import key_path
 from primitives.custom import CustomOp
 from primitives.testing._compare import clone, widened
+from primitives.tracing._leaves import Leaves
 
 # Other values for an argument that is a number: the first is used that is accepted and makes a difference.
 CHANGES: dict[type, tuple[Callable, ...]] = {
@@ -66,40 +66,31 @@ class Subject:
     # Trees.
 
     @functools.cached_property
-    def _split(self) -> tuple[Partition, list[Tensor]]:
-        partition = Partition(self.namespace)
-        return partition, partition.split(self.args)
+    def _leaves(self) -> Leaves:
+        """The leaves of all arguments, with the names of these."""
+        if isinstance(self.op, Primitive):
+            return Leaves.of(self.args, self.op.spec.arguments, self.namespace)
+        function = getattr(self.op, "__wrapped__", self.op)
+        return Leaves.of_arguments(function, self.args, self.static, self.namespace)
+
+    @functools.cached_property
+    def _places(self) -> list[int]:
+        """Of the tensors of the positional arguments among the leaves."""
+        count = len(optree.tree_leaves(cast("Any", self.args), namespace=self.namespace))
+        return [i for i, x in enumerate(self._leaves.values[:count]) if isinstance(x, torch.Tensor)]
 
     @property
     def tensors(self) -> list[Tensor]:
-        return self._split[1]
+        return [self._leaves.values[i] for i in self._places]
 
     @functools.cached_property
-    def labels(self) -> list[str]:
+    def labels(self) -> tuple[str, ...]:
         """Key path of each tensor, starting with the name of its argument."""
-        partition, _ = self._split
-        return [self._label(accessor) for accessor in partition.own(partition.treespec.accessors())]
-
-    def _label(self, accessor: Any) -> str:
-        names, root = self._argument_names(), accessor[0].entry
-        if isinstance(root, int):
-            root = names[root] if root < len(names) else f"args[{root}]"
-        return key_path(optree.PyTreeAccessor(accessor[1:]), root)
-
-    def _argument_names(self) -> list[str]:
-        if isinstance(self.op, CustomOp):
-            return self.op.signature.positional
-        if isinstance(self.op, Primitive):
-            return list(self.op.spec.arguments)
-        try:
-            parameters = inspect.signature(self.op).parameters.values()
-        except (TypeError, ValueError):
-            return []
-        return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        return self._leaves.labels(self._places)
 
     def trees(self, tensors: Sequence[Any]) -> tuple:
         """The positional arguments with other values for the tensors."""
-        return self._split[0].join(tensors)
+        return self._leaves.filled(self._places, tensors)[: len(self.args)]
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Subject:
         """The same call with every tensor replaced."""
@@ -129,7 +120,7 @@ class Subject:
         # As the pure form: it writes into copies, and their new values follow the results.
         args = self.trees([x.clone() for x in tensors])
         output = self.op.__wrapped__(*args, **self.static)
-        updated = [arg for name, arg in zip(self._argument_names(), args, strict=True) if name in self.mutates]
+        updated = [arg for name, arg in zip(self.op.signature.positional, args, strict=True) if name in self.mutates]
         return self.tensors_of((output, *updated))
 
     def _run(self, function: Callable, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -142,9 +133,6 @@ class Subject:
     def output_labels(self) -> list[str]:
         """Key path of each tensor that the operator returns."""
         output = (self.op.pure if self.mutates else self.op)(*self.map(clone).args, **self.static)
-        names = getattr(self.op, "output_names", ())
-        if isinstance(self.op, Primitive) and isinstance(output, tuple) and len(output) == len(names):
-            return list(names)
         accessors, leaves, _ = optree.tree_flatten_with_accessor(cast("Any", output), namespace=self.namespace)
         return [key_path(a, "output") for a, x in zip(accessors, leaves, strict=True) if isinstance(x, torch.Tensor)]
 
@@ -192,14 +180,11 @@ class Subject:
         """The differentiable results as a function of the differentiable tensors; the others stay."""
         run = self.reference if reference else self.call
 
-        def function(*active: Tensor) -> tuple[Tensor, ...]:
-            values = list(self.tensors)
-            for i, x in zip(self.inputs, active, strict=True):
-                values[i] = x
-            results = run(*values)
+        def differentiable(*tensors: Tensor) -> tuple[Tensor, ...]:
+            results = run(*tensors)
             return tuple(results[i] for i in self.outputs)
 
-        return function
+        return in_places(differentiable, self.tensors, self.inputs)
 
     @property
     def has_cached(self) -> bool:
@@ -225,10 +210,10 @@ class Subject:
         Of a `Primitive` only floats: its other numbers are tied to the shapes of its arguments.
         """
         changes = {float: CHANGES[float]} if isinstance(self.op, Primitive) else CHANGES
-        call = cast("Any", (self.args, self.static))
-        accessors, leaves, treespec = optree.tree_flatten_with_accessor(call, namespace=self.namespace)
-        for i, (accessor, leaf) in enumerate(zip(accessors, leaves, strict=True)):
+        count = len(self.args)
+        for i, leaf in enumerate(self._leaves.values):
             for change in changes.get(type(leaf), ()):
                 value = change(leaf)
-                args, static = cast("Any", optree.tree_unflatten(treespec, [*leaves[:i], value, *leaves[i + 1 :]]))
-                yield self._label(accessor[1:]), value, dataclasses.replace(self, args=args, static=static)
+                trees = self._leaves.filled([i], [value])
+                static = dict(zip(self.static, trees[count:], strict=True))
+                yield self._leaves.label(i), value, dataclasses.replace(self, args=trees[:count], static=static)
