@@ -1,7 +1,7 @@
 """MeanFlow on handwritten digits: a small diffusion transformer learns to draw a digit in one step.
 
     pip install '.[demo]'
-    python docs/examples/meanflow.py              # takes some minutes; --quick shows that it runs
+    python docs/examples/meanflow.py              # about 7 minutes; --quick shows that it runs
 
 The network predicts the mean velocity u(z, r, t) of the flow from time t back to time r. Its loss has a JVP in it:
 
