@@ -244,6 +244,23 @@ def test_the_columns_of_the_repair_are_read_where_the_table_has_them(tmp_path, m
         pr.repair_torch().undo()
 
 
+def test_backward_operators_follow_the_forward_ones_one_order_lower():
+    net = nn.Sequential(nn.Conv2d(1, 2, 2), nn.Tanh(), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(2, 2), nn.Softplus())
+    x = torch.randn(3, 1, 3, 3)
+
+    def penalty(x):
+        (gradient,) = torch.autograd.grad(net(x).square().sum(), x, create_graph=True)
+        return gradient.square().sum()
+
+    assert set(found(pr.audit(penalty, (x,), order=1))) == set()
+    # The table goes to order 3 of the forward operators, and no further.
+    assert "aten.tanh_backward.default" in found(pr.audit(penalty, (x,), order=3))
+    for name in ("_cdist_backward", "huber_loss_backward"):
+        assert "f" in table.verdict_of(f"aten.{name}.default", 1).raises, name
+        assert table.verdict_of(f"aten.{name}.default", 1, repaired=True) == ((), ()), name
+    assert "ff" in table.verdict_of("aten.native_layer_norm_backward.default", 2).wrong
+
+
 # By day the judge is tested: the table changes with torch alone.
 @pytest.mark.nightly
 @slow_batches

@@ -147,13 +147,13 @@ def _finding(name: str, places: dict[str, int], order: int, doubt: str) -> Findi
     """The finding for an operator; None if it is right."""
     if name.startswith(("primitives.", "primitives_decompositions.")):
         return None
-    verdict = verdict_of(name, repaired=is_repaired())
+    verdict = verdict_of(name, order, repaired=is_repaired())
     wrong, raises = (
         tuple(described(n) for n in kind if len(n) <= order and "d" not in n) for kind in verdict or ((), ())
     )
     if verdict is not None and not (wrong or raises):
         return None
-    repaired = verdict_of(name, repaired=True)
+    repaired = verdict_of(name, order, repaired=True)
     if not is_repaired() and repaired is not None and not any(len(n) <= order for n in sum(repaired, ())):
         remedy = _REPAIR
     elif verdict is not None:

@@ -29,6 +29,10 @@ _ALIKE = (
     # Of slice assignment, and of `zero_`.
     (r"copy\.default", "aten.clone.default"),
     (r"zero\.default", "aten.fill.Scalar"),
+    # Linear, as the other is.
+    (r"embedding_dense_backward\.default", "aten.embedding.default"),
+    (r"transpose\.default", "aten.transpose.int"),
+    (r"_conj\.default", "aten._conj_physical.default"),
 )
 
 
@@ -123,14 +127,24 @@ def _alike(plain: str) -> list[str]:
     return [known for pattern, known in _ALIKE if re.fullmatch(rf"aten\.{pattern}", plain)]
 
 
-def verdict_of(name: str, *, repaired: bool = False) -> Verdict | None:
-    """The verdict on an operator by `name_of`, with the repair or without; None if nothing says it."""
+def verdict_of(name: str, order: int = MAX_ORDER, *, repaired: bool = False) -> Verdict | None:
+    """The verdict on an operator by `name_of`, to an order, with the repair or without; None if nothing says it."""
     plain, _, _ = name.partition(" ")
     rows = (_table()[known] for known in (name, plain, *_alike(plain)) if known in _table())
     torchs, measured = next(rows, (None, None))
-    if not repaired:
-        return torchs
-    return measured or (Verdict((), ()) if _is_served(plain) else torchs)
+    if repaired and (measured or _is_served(plain)):
+        return measured or Verdict((), ())
+    return torchs or (_of_backward(plain, repaired) if order < MAX_ORDER else None)
+
+
+def _of_backward(plain: str, repaired: bool) -> Verdict | None:
+    """The verdict on a backward operator by the rows of the forward one, whose innermost reverse mode calls it."""
+    base, is_backward, _ = plain.rpartition("_backward.")
+    names = (base, f"{base}_forward") if is_backward else ()
+    rows = [row for name, row in _table().items() if name.partition(" ")[0].rpartition(".")[0] in names]
+    found = [row[repaired] or row[0] for row in rows]
+    wrong, raises = ({n[:-1] for verdict in found for n in verdict[i] if n[1:] and n[-1] == "r"} for i in range(2))
+    return Verdict(tuple(sorted(wrong)), tuple(sorted(raises))) if found else None
 
 
 def is_tabled(operator: OpOverload) -> bool:
