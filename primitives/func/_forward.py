@@ -18,28 +18,16 @@ _Primals = TypeVar("_Primals", bound="tuple[Any, ...]")
 
 @overload
 def jvp(
-    func: Callable[..., _R],
-    primals: tuple[Any, ...],
-    tangents: tuple[Any, ...],
-    *,
-    strict: bool = ...,
-    has_aux: Literal[False] = False,
-    namespace: str = ...,
-    is_leaf: Callable[[Any], bool] | None = ...,
-) -> tuple[_R, _R]: ...
+    func: Callable[..., _R], primals: tuple[Any, ...], tangents: tuple[Any, ...], *, strict: bool = ...,
+    has_aux: Literal[False] = False, namespace: str = ..., is_leaf: Callable[[Any], bool] | None = ...,
+) -> tuple[_R, _R]: ...  # fmt: skip
 
 
 @overload
 def jvp(
-    func: Callable[..., tuple[_R, _Aux]],
-    primals: tuple[Any, ...],
-    tangents: tuple[Any, ...],
-    *,
-    strict: bool = ...,
-    has_aux: Literal[True],
-    namespace: str = ...,
-    is_leaf: Callable[[Any], bool] | None = ...,
-) -> tuple[_R, _R, _Aux]: ...
+    func: Callable[..., tuple[_R, _Aux]], primals: tuple[Any, ...], tangents: tuple[Any, ...], *, strict: bool = ...,
+    has_aux: Literal[True], namespace: str = ..., is_leaf: Callable[[Any], bool] | None = ...,
+) -> tuple[_R, _R, _Aux]: ...  # fmt: skip
 
 
 def jvp(
@@ -99,26 +87,16 @@ def _jvp(
 
 @overload
 def hvp(
-    func: Callable[..., Any],
-    primals: _Primals,
-    tangents: tuple[Any, ...],
-    *,
-    has_aux: Literal[False] = False,
-    namespace: str = ...,
-    is_leaf: Callable[[Any], bool] | None = ...,
-) -> _Primals: ...
+    func: Callable[..., Any], primals: _Primals, tangents: tuple[Any, ...], *, has_aux: Literal[False] = False,
+    namespace: str = ..., is_leaf: Callable[[Any], bool] | None = ...,
+) -> _Primals: ...  # fmt: skip
 
 
 @overload
 def hvp(
-    func: Callable[..., tuple[Any, _Aux]],
-    primals: _Primals,
-    tangents: tuple[Any, ...],
-    *,
-    has_aux: Literal[True],
-    namespace: str = ...,
-    is_leaf: Callable[[Any], bool] | None = ...,
-) -> tuple[_Primals, _Aux]: ...
+    func: Callable[..., tuple[Any, _Aux]], primals: _Primals, tangents: tuple[Any, ...], *, has_aux: Literal[True],
+    namespace: str = ..., is_leaf: Callable[[Any], bool] | None = ...,
+) -> tuple[_Primals, _Aux]: ...  # fmt: skip
 
 
 def hvp(

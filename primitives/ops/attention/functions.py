@@ -25,38 +25,18 @@ _FLASH_AXES = 4
 
 @overload
 def attention(
-    q: PyTree,
-    k: Prefix,
-    v: Prefix,
-    *,
-    bias: Prefix | None = None,
-    mask: Prefix | None = None,
-    causal: bool = False,
-    scale: float | None = None,
-    dropout_p: float = 0.0,
-    seed: Prefix | int | None = None,
-    offset: Prefix | int | None = None,
-    return_lse: Literal[False] = False,
-    namespace: str = "",
-) -> PyTree: ...
+    q: PyTree, k: Prefix, v: Prefix, *, bias: Prefix | None = None, mask: Prefix | None = None, causal: bool = False,
+    scale: float | None = None, dropout_p: float = 0.0, seed: Prefix | int | None = None,
+    offset: Prefix | int | None = None, return_lse: Literal[False] = False, namespace: str = "",
+) -> PyTree: ...  # fmt: skip
 
 
 @overload
 def attention(
-    q: PyTree,
-    k: Prefix,
-    v: Prefix,
-    *,
-    bias: Prefix | None = None,
-    mask: Prefix | None = None,
-    causal: bool = False,
-    scale: float | None = None,
-    dropout_p: float = 0.0,
-    seed: Prefix | int | None = None,
-    offset: Prefix | int | None = None,
-    return_lse: Literal[True],
-    namespace: str = "",
-) -> tuple[PyTree, PyTree]: ...
+    q: PyTree, k: Prefix, v: Prefix, *, bias: Prefix | None = None, mask: Prefix | None = None, causal: bool = False,
+    scale: float | None = None, dropout_p: float = 0.0, seed: Prefix | int | None = None,
+    offset: Prefix | int | None = None, return_lse: Literal[True], namespace: str = "",
+) -> tuple[PyTree, PyTree]: ...  # fmt: skip
 
 
 def attention(
