@@ -139,36 +139,30 @@ def perturbed_sum(outputs: Sequence[Tensor]) -> Tensor:
     return torch.stack(terms).sum()
 
 
-class InFloat64(TorchFunctionMode):
-    """Inside, float64 stays float64 where code asks for float32: what it computes shows all its digits.
+_NARROW = frozenset({torch.float32, torch.float16, torch.bfloat16})
+_CASTS = frozenset({torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16})
 
-    With `half`, also where it asks for float16 or bfloat16, and all that it holds or makes by itself in these dtypes is
-    widened. Parameters that a function holds by itself follow.
+
+def _wide(given: Any) -> Any:
+    """A tensor in float64, or that dtype, for a narrower one."""
+    if isinstance(given, torch.Tensor):
+        return given.double() if given.dtype in _NARROW else given
+    return torch.float64 if isinstance(given, torch.dtype) and given in _NARROW else given
+
+
+class InFloat64(TorchFunctionMode):
+    """Inside, float64 stays float64 where code asks for a narrower dtype: what it computes shows all its digits.
+
+    All that it holds or makes by itself in these dtypes is widened. Parameters that a function holds by itself follow.
     """
 
-    def __init__(self, *, half: bool = False) -> None:
-        super().__init__()
-        self._makes_wide = half
-        self._narrow = {torch.float32} | ({torch.float16, torch.bfloat16} if half else set())
-        self._casts = [torch.Tensor.float, *[torch.Tensor.half, torch.Tensor.bfloat16] * half]
-
-    def _widened(self, given: Any) -> Any:
-        return torch.float64 if isinstance(given, torch.dtype) and given in self._narrow else given
-
-    def _wide(self, given: Any) -> Any:
-        return given.double() if isinstance(given, torch.Tensor) and given.dtype in self._narrow else given
-
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        kwargs = kwargs or {}
-        if args and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.float64:
-            if func in self._casts:
-                return args[0]
-            args = tuple(map(self._widened, args))
-            kwargs = {key: self._widened(given) for key, given in kwargs.items()}
+        kwargs, writes = kwargs or {}, getattr(func, "__name__", "").endswith("_")
         if any(isinstance(x, torch.Tensor) and x.dtype == torch.float64 for x in args):
+            if func in _CASTS:
+                return args[0]
             # But for what is written in place.
-            kept = 1 if getattr(func, "__name__", "").endswith("_") else 0
-            args = (*args[:kept], *map(self._wide, args[kept:]))
-            kwargs = {key: self._wide(given) for key, given in kwargs.items()}
+            args = (*args[:writes], *map(_wide, args[writes:]))
+            kwargs = {key: _wide(given) for key, given in kwargs.items()}
         out = func(*args, **kwargs)
-        return self._wide(out) if self._makes_wide and not getattr(func, "__name__", "").endswith("_") else out
+        return out if writes else _wide(out)

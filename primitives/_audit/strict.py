@@ -127,7 +127,7 @@ def errors_of(
         args, kwargs = mapped_nodes(lambda _: next(remaining), tree, namespace)
         # Code that draws numbers draws the same ones each time.
         torch.manual_seed(0)
-        with attributes_kept(list(module.modules())), InFloat64(half=True):
+        with attributes_kept(list(module.modules())), InFloat64():
             moved = dict(zip(names, xs[len(positions) :], strict=True))
             state = {**held, **moved, **{name: b.clone() for name, b in buffers.items()}}
             outputs = torch.func.functional_call(module, state, args, kwargs, tie_weights=True)

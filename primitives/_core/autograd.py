@@ -33,10 +33,9 @@ from primitives._core.contexts import run_as_written
 from primitives._core.dtypes import has_derivatives
 from primitives._core.errors import ShapeError
 from primitives._core.fast_path import FAST_PATH_CPU
-from primitives._core.rules import RuleTable
+from primitives._core.rules import RuleTable, handled
 from primitives._core.sequences import Lengths, flatten, regroup, tuple_getter, tuple_maker
 from primitives._core.statistics import refuse_cotangent, refused_tangent
-from primitives._core.subclasses import handled
 
 
 def unpack_dual(value: Any) -> tuple[Any, Any]:

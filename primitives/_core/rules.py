@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import namedtuple
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -15,6 +16,7 @@ from primitives._core.errors import MissingRuleError
 from primitives._core.sequences import flatten, in_places, regroup, tuple_getter, tuple_maker
 from primitives._core.spec import ResidualLayout, Spec
 
+_handlers: dict[str, Callable[[], Callable[[RuleTable, tuple], Any]]] = {}
 _are_tensors = frozenset([torch.Tensor]).issuperset
 _is_view: Any = torch.Tensor._is_view
 
@@ -242,3 +244,19 @@ class RuleTable:
 
 def _alive(value: Any) -> Any:
     return torch._C._functorch.unwrap_if_dead(value) if isinstance(value, torch.Tensor) else value  # type: ignore[attr-defined] - no stub
+
+
+def handle_with(module: str, loader: Callable[[], Callable[[RuleTable, tuple], Any]]) -> None:
+    """Have calls below autograd handled by what `loader` returns, as soon as somebody has imported `module`.
+
+    A handler is `(rules, args) -> outputs`, or `NotImplemented` for a call that goes on as it is.
+    """
+    _handlers[module] = loader
+
+
+def handled(rules: RuleTable, args: tuple) -> Any:
+    """Outputs of a call by a handler of the class of its tensors; `NotImplemented` without one."""
+    for module, loader in _handlers.items():
+        if module in sys.modules and (outputs := loader()(rules, args)) is not NotImplemented:
+            return outputs
+    return NotImplemented

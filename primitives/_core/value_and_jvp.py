@@ -10,8 +10,8 @@ from torch import Tensor
 
 from primitives._core.autograd import below_this_level, tangents_possible, unpack_dual
 from primitives._core.primitive import Primitive
+from primitives._core.rules import handled
 from primitives._core.sequences import tuple_getter
-from primitives._core.subclasses import handled
 
 
 def value_and_jvp(value: Primitive, jvp: Primitive) -> Primitive:

@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
-from primitives._core.subclasses import handle_with
-from primitives._distributed._training import sync_batch_norm
+from primitives._core.rules import handle_with
+from primitives._distributed._sync_batch_norm import sync_batch_norm
 
 __all__ = ["sync_batch_norm"]
 

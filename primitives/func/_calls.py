@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch._functorch.eager_transforms import _jvp_with_argnums, _vjp_with_argnums
 
 from primitives._core.contexts import run_as_written
 from primitives._core.errors import (
@@ -212,23 +211,6 @@ def primals_call(
     check_arguments(function, "primals", primals)
     allowed = {"vjp": "differentiable", "hvp": "scalar"}.get(function, "any")
     return FlatCall(function, func, primals, {}, options, root="primals", has_aux=has_aux, allowed=allowed)
-
-
-def vjp_of(flat: Callable[..., Any], tensors: Sequence[Tensor], positions: tuple[int, ...]) -> tuple[Any, Any, Any]:
-    """The `vjp` of torch, of a function with aux, with respect to some of its arguments.
-
-    The other arguments are inputs of the transform too, not captured: it lets a function change its inputs in place,
-    such as the buffers of a module. torch has this for its own `jacrev`, and not in public.
-    """
-    return _vjp_with_argnums(flat, *tensors, argnums=positions, has_aux=True)  # type: ignore[return-value] - as long as has_aux says
-
-
-def jvp_of(
-    flat: Callable[..., Any], tensors: Sequence[Tensor], tangents: Sequence[Tensor], positions: tuple[int, ...]
-) -> tuple[Any, Any, Any]:
-    """The `jvp` of torch, of a function with aux, with respect to some of its arguments; as `vjp_of`."""
-    primals = tuple(tensors)
-    return _jvp_with_argnums(flat, primals, tuple(tangents), argnums=positions, has_aux=True)  # type: ignore[return-value] - as above
 
 
 def named_like(function: str, func: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

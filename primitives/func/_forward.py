@@ -6,10 +6,11 @@ from collections.abc import Callable
 from typing import Any, Literal, TypeVar, overload
 
 import torch
+from torch._functorch.eager_transforms import _jvp_with_argnums
 
 from primitives._core.errors import TreeError
 from primitives._repair.switch import repaired_thread
-from primitives.func._calls import eager_after_break, jvp_of, primals_call
+from primitives.func._calls import eager_after_break, primals_call
 
 _R = TypeVar("_R")
 _Aux = TypeVar("_Aux")
@@ -161,7 +162,8 @@ def _hvp(
             return call.flat(*tensors)
 
     gradient = torch.func.grad(differentiable, positions, has_aux=True)
-    _, products, aux = jvp_of(gradient, call.tensors, tuple(by_position.values()), positions)
+    tangents_given = tuple(by_position.values())
+    _, products, aux = _jvp_with_argnums(gradient, tuple(call.tensors), tangents_given, argnums=positions, has_aux=True)  # type: ignore[misc] - as long as has_aux says
     found = dict(zip(positions, products, strict=True))
     values = [found.get(i) for i in range(len(call.tensors))]
     product = tuple(

@@ -7,15 +7,14 @@ from typing import Any, ParamSpec
 
 import torch
 from torch import Tensor
+from torch._functorch.eager_transforms import _jvp_with_argnums, _vjp_with_argnums
 
 from primitives._core.batching import rewinder
 from primitives.func._calls import (
     FlatCall,
     check_vmap_options,
     eager_after_break,
-    jvp_of,
     named_like,
-    vjp_of,
     wrap_argnums,
 )
 
@@ -152,7 +151,9 @@ def _rows(
     call: FlatCall, positions: tuple[int, ...], inputs: list[Tensor], randomness: str, chunk_size: int | None
 ) -> tuple[list[list[Tensor]], Any]:
     """One block for each pair of output and input, from vector-Jacobian products; and aux."""
-    outputs, pull, aux = vjp_of(call.flat, call.tensors, positions)
+    # The other arguments are inputs of the transform too, which lets a function change its inputs in place, such as the
+    # buffers of a module. Torch has this for its own jacrev, and not in public.
+    outputs, pull, aux = _vjp_with_argnums(call.flat, *call.tensors, argnums=positions, has_aux=True)  # type: ignore[misc] - as long as has_aux says
 
     def one(basis: tuple[Tensor, ...]) -> Sequence[Tensor]:
         return [row.unsqueeze(0) for row in pull(tuple([vector.squeeze(0) for vector in basis]))]
@@ -174,7 +175,7 @@ def _columns(
     aux: list[Tensor] = []
 
     def pushforward(*tangents: Tensor) -> tuple[Any, Any]:
-        return jvp_of(call.flat, call.tensors, tangents, positions)[1:]
+        return _jvp_with_argnums(call.flat, tuple(call.tensors), tangents, argnums=positions, has_aux=True)[1:]  # type: ignore[return-value] - as above
 
     mapped = torch.func.vmap(pushforward, randomness=randomness)
 

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from primitives import functional
-from primitives.nn._norms import batch_normed
+from primitives.nn._base import batch_normed
 from primitives.ops.arguments import LOW_PRECISION
 
 _LIBRARIES = ("transformers", "timm", "diffusers")

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from primitives import functional
-from primitives.nn._base import OfThisPackage, namespace_of
+from primitives.nn._base import OfThisPackage, batch_normed, namespace_of
 from primitives.nn._losses import CrossEntropyLoss, NLLLoss
-from primitives.nn._norms import batch_normed
 from primitives.nn._softmax import LogSoftmax, Softmax, Softmax2d, Softmin
 from primitives.ops import arguments
 

@@ -12,8 +12,7 @@ from torch import Tensor
 from primitives import functional
 from primitives._core.errors import ShapeError
 from primitives._distributed import sync_batch_norm
-from primitives.nn._base import OfThisPackage
-from primitives.nn._norms import batch_normed
+from primitives.nn._base import OfThisPackage, batch_normed
 
 
 # Not a subclass of torch's, which DistributedDataParallel refuses on the CPU.

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import optree
 import torch
 
+from tests.support import randn as randn
+
 NAMESPACE = "primitives_func_tests"
 N = {"namespace": NAMESPACE}
 
@@ -42,13 +44,9 @@ optree.register_pytree_node(
 )
 
 
-def randn(*shape: int) -> torch.Tensor:
-    return torch.randn(*shape, dtype=torch.float64)
-
-
 def point() -> tuple[Any, Batch]:
     """Arguments of `loss` and `output`: a dataclass, a registered class, a list, a tuple, a namedtuple, `None`."""
-    params = {"affine": Affine(randn(2), randn(2), name="own"), "pair": Pair([(randn(()),), None], None)}
+    params = {"affine": Affine(randn(2), randn(2), name="own"), "pair": Pair([(randn(),), None], None)}
     return params, Batch(randn(2), randn(2))
 
 

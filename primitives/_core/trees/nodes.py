@@ -60,23 +60,15 @@ _WHOLE = (torch.Tensor, torch.nn.Module, type, types.ModuleType, types.FunctionT
 def _holds_tensors(x: Any, depth: int) -> bool:
     if depth == 0 or isinstance(x, _WHOLE):
         return isinstance(x, torch.Tensor)
-    inner = (
-        x.values()
-        if isinstance(x, dict)
-        else x
-        if isinstance(x, (list, tuple))
-        else vars(x).values()
-        if hasattr(x, "__dict__")
-        else ()
-    )
-    return any(_holds_tensors(y, depth - 1) for y in inner)
+    if not isinstance(x, (list, tuple)):
+        x = (x if isinstance(x, dict) else getattr(x, "__dict__", {})).values()
+    return any(_holds_tensors(y, depth - 1) for y in x)
 
 
 def _attributes(x: Any) -> tuple[list[Any], Any, tuple[str, ...]]:
-    fields = (
-        [field.name for field in dataclasses.fields(x) if hasattr(x, field.name)] if dataclasses.is_dataclass(x) else []
-    )
-    names = (*dict.fromkeys([*fields, *getattr(x, "__dict__", ())]),)
+    fields = dataclasses.fields(x) if dataclasses.is_dataclass(x) else ()
+    own = [field.name for field in fields if hasattr(x, field.name)]
+    names = (*dict.fromkeys([*own, *getattr(x, "__dict__", ())]),)
     return [getattr(x, name) for name in names], names, names
 
 
