@@ -33,6 +33,9 @@ _ALIKE = (
     (r"embedding_dense_backward\.default", "aten.embedding.default"),
     (r"transpose\.default", "aten.transpose.int"),
     (r"_conj\.default", "aten._conj_physical.default"),
+    # Of sums with a tensor that torch knows to be zero.
+    (r"to\.dtype_layout", "aten._to_copy.default"),
+    (r"add\.default", "aten.add.Tensor"),
 )
 
 
@@ -124,7 +127,7 @@ def forget_table() -> None:
 
 
 def _alike(plain: str) -> list[str]:
-    return [known for pattern, known in _ALIKE if re.fullmatch(rf"aten\.{pattern}", plain)]
+    return [known for pattern, known in _ALIKE if re.fullmatch(rf"(aten|prims)\.{pattern}", plain)]
 
 
 def verdict_of(name: str, order: int = MAX_ORDER, *, repaired: bool = False) -> Verdict | None:
