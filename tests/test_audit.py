@@ -202,6 +202,9 @@ def test_errors_of_torch_get_the_remedy_as_a_note_once():
             call()
         (note,) = caught.value.__notes__
         assert "repair_torch" in note
+    with pytest.raises(RuntimeError, match="captured") as caught:
+        pr.func.jacrev(nn.BatchNorm1d(2))(torch.randn(3, 2))
+    assert "pure_module" in caught.value.__notes__[0]
 
 
 # The table.

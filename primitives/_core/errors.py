@@ -108,14 +108,18 @@ def remedy_noted() -> Iterator[None]:
         yield
     except (NotImplementedError, RuntimeError) as error:
         refuse_shared_statistics(error)
-        text = str(error)
-        is_torchs = "use forward AD with" in text or ("derivative for" in text and "is not implemented" in text)
-        if is_torchs and hasattr(error, "add_note"):
+        text, note = str(error), ""
+        if "use forward AD with" in text or ("derivative for" in text and "is not implemented" in text):
             note = (
-                "primitives: torch lacks this derivative. pr.repair_torch() gives its operators what they "
-                "lack; pr.audit(model, inputs) lists them."
+                "primitives: torch lacks this derivative. pr.repair_torch() gives its operators what they lack; "
+                "pr.audit(model, inputs) lists them."
             )
-            # Transforms nest, and each sees the error.
-            if note not in getattr(error, "__notes__", ()):
-                error.add_note(note)  # type: ignore[attr-defined] - of Python 3.11
+        elif "mutate a captured Tensor" in text:
+            note = (
+                "primitives: call a module that writes its buffers (batch norm in training) by "
+                "primitives.tracing.pure_module, which returns them."
+            )
+        # Transforms nest, and each sees the error.
+        if note and hasattr(error, "add_note") and note not in getattr(error, "__notes__", ()):
+            error.add_note(note)  # type: ignore[attr-defined] - of Python 3.11
         raise
