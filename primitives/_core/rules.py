@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 from primitives._core import backend
 from primitives._core.contexts import run_as_written
@@ -256,6 +257,9 @@ def handle_with(module: str, loader: Callable[[], Callable[[RuleTable, tuple], A
 
 def handled(rules: RuleTable, args: tuple) -> Any:
     """Outputs of a call by a handler of the class of its tensors; `NotImplemented` without one."""
+    if any(isinstance(x, FunctionalTensor) for x in args):
+        # In a trace, whose compiler may have imported the module: such classes are above functionalization.
+        return NotImplemented
     for module, loader in _handlers.items():
         if module in sys.modules and (outputs := loader()(rules, args)) is not NotImplemented:
             return outputs

@@ -69,13 +69,9 @@ def in_blocks(
     Returns:
         The results, in the dtype of q, statistics in that of sums.
     """
-    results = [empty_output(problem.q) for _ in kinds]
-    places = [i for i, want in enumerate(output_mask) if want]
-    if places:
-        found = _in_parts(_prepared(problem), function, kinds, output_mask, 0)
-        for i, result in zip(places, found, strict=True):
-            results[i] = _finished(result, kinds[i], problem)
-    return tuple(results)
+    found = iter(_in_parts(_prepared(problem), function, kinds, output_mask, 0) if any(output_mask) else ())
+    pairs = zip(kinds, output_mask, strict=True)
+    return tuple(_finished(next(found), kind, problem) if want else empty_output(problem.q) for kind, want in pairs)
 
 
 def _prepared(problem: Problem) -> Problem:
