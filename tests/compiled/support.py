@@ -22,9 +22,9 @@ def same(found, truth, tol=1e-10):
         torch.testing.assert_close(a, b, rtol=tol, atol=tol)
 
 
-def mlp(norm=nn.LayerNorm):
+def mlp(norm=nn.LayerNorm, width=5):
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(3, 5), norm(5), nn.Tanh(), nn.Linear(5, 1)).double()
+    net = nn.Sequential(nn.Linear(3, width), norm(width), nn.Tanh(), nn.Linear(width, 1)).double()
     return pr.nn.convert(net)
 
 

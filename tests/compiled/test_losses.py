@@ -78,6 +78,26 @@ def test_inductor():
     same(gradients(net, step(X)), gradients(net, penalty(net, X)))
 
 
+@pytest.mark.parametrize("is_mixed", [False, True])
+def test_bfloat16_by_inductor(is_mixed):
+    """No further from float64 than torch is, with weights in bfloat16 or, under autocast, in float32."""
+    net = mlp(width=64)
+    with torch.no_grad():
+        for p in net.parameters():
+            p.copy_(p.bfloat16())
+    x = data(64, 3).bfloat16()
+    truth, used = gradients(net, penalty(net, x.double())), net.to(torch.float32 if is_mixed else torch.bfloat16)
+
+    def error(loss):
+        with torch.autocast("cpu", enabled=is_mixed):
+            value = loss(x.float() if is_mixed else x)
+        pairs = zip(gradients(used, value), truth, strict=True)
+        return torch.stack([(bar - exact).norm() / exact.norm() for bar, exact in pairs]).square().mean().sqrt()
+
+    loss = functools.partial(penalty, used)
+    assert 1e-4 < error(pr.compile(loss)) < error(loss) < 2e-2
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
