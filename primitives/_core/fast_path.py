@@ -114,20 +114,14 @@ class FastPathTensors(dict[tuple[type, ...], "Callable[[Sequence[Any]], Sequence
     def __missing__(self, types: tuple[type, ...]) -> Callable[[Sequence[Any]], Sequence[Tensor]]:
         """Learn a pattern; those of other types are not kept, since a type may be anybody's."""
         kinds = self._kinds
-        if kinds is None or len(types) != len(kinds):
-            return _no_tensors
-        if any(found not in _types_of(kind) for found, kind in zip(types, kinds, strict=True)):
-            return _no_tensors
+        if kinds is None or len(types) != len(kinds) or not all(map(_takes, kinds, types)):
+            return tuple_getter(())
         self[types] = tuple_getter([i for i, found in enumerate(types) if found in PLAIN_TYPES])
         return self[types]
 
 
-def _types_of(kind: str) -> frozenset[type]:
-    """Types of what needs no conversion where the schema says `kind`."""
+def _takes(kind: str, found: type) -> bool:
+    """Whether what is of this type needs no conversion where the schema says `kind`."""
     if kind.startswith("Optional["):
-        return _types_of(kind[len("Optional[") : -1]) | {type(None)}
-    return _TYPES_BY_KIND.get(kind, frozenset())
-
-
-def _no_tensors(_args: Sequence[Any]) -> tuple:
-    return ()
+        return found is type(None) or _takes(kind[len("Optional[") : -1], found)
+    return found in _TYPES_BY_KIND.get(kind, ())

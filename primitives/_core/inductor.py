@@ -40,9 +40,6 @@ from primitives._core import backend
 from primitives._core.rules import RuleTable
 
 _KNOWN_TYPES = (torch.Tensor, torch.nn.Parameter, FakeTensor, FunctionalTensor)
-# The most elements along the last axis of the first argument with which a program gets the formula: on the CPU Inductor
-# fuses it with what is around; on CUDA the kernels are as for torch.compile.
-_LONGEST_ROW_FOR_FORMULA = {"cpu": float("inf")}
 _thread = threading.local()
 # The entry of a node's metadata that tells a tangent of what does not move.
 ZERO = "is_zero_tangent"
@@ -66,10 +63,9 @@ def _is_graph_for_inductor() -> bool:
 
 
 def _gets_formula(args: tuple) -> bool:
-    tensors = [x for x in args if isinstance(x, torch.Tensor)]
-    if not getattr(_thread, "is_tracing", False) or not tensors:
-        return False
-    return all((x.shape[-1] if x.dim() else 1) <= _LONGEST_ROW_FOR_FORMULA.get(x.device.type, 0) for x in tensors)
+    # On the CPU Inductor fuses it with what is around; on CUDA the kernels are as for torch.compile.
+    devices = {x.device.type for x in args if isinstance(x, torch.Tensor)}
+    return devices == {"cpu"} and getattr(_thread, "is_tracing", False)
 
 
 def _show(
@@ -98,11 +94,8 @@ def register_inductor_lowering(rules: RuleTable, library: torch.library.Library)
             return composition(*args)
         if "reference" in rules.given and not kwargs and _gets_formula(args):
             return rules.given["reference"](*args)
-        return (
-            backend.trace_kernel(rules.kernels["cuda"], args)
-            if _is_shown(rules, types, args, kwargs)
-            else NotImplemented
-        )
+        is_shown = _is_shown(rules, types, args, kwargs)
+        return backend.trace_kernel(rules.kernels["cuda"], args) if is_shown else NotImplemented
 
     _show(rules.spec.qualified_name, shown, library)
     _enter_cache_key(rules.spec.qualified_name)

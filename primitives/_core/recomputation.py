@@ -16,6 +16,7 @@ import torch
 from torch import _C, Tensor
 from torch._C import _functorch  # type: ignore[attr-defined] - no stub
 from torch._functorch import eager_transforms
+from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
 from torch.autograd import forward_ad
 
 from primitives._core.autograd import function_class, unpack_dual
@@ -122,18 +123,15 @@ def _further_out(interpreter: Any, function: Recomputable, tensors: Sequence[Ten
     """`recomputed` by the levels outside of the one that an operator has been dispatched to."""
     level = interpreter.level()
     tensors = [_functorch._unwrap_for_grad(x, level) for x in tensors]
-    popped = _functorch.pop_dynamic_layer_stack()
-    try:
-        # As before the dispatcher entered the level.
-        excluded = _C._dispatch_tls_local_exclude_set() - _EXCLUDED_WITHIN
-        with (
-            _C._ForceDispatchKeyGuard(_C._dispatch_tls_local_include_set(), excluded),
-            torch.enable_grad(),
-            forward_ad._set_fwd_grad_enabled(True),
-        ):
-            values = recomputed(function, tensors)
-    finally:
-        _functorch.push_dynamic_layer_stack(popped)
+    # As before the dispatcher entered the level.
+    excluded = _C._dispatch_tls_local_exclude_set() - _EXCLUDED_WITHIN
+    with (
+        temporarily_pop_interpreter_stack(),
+        _C._ForceDispatchKeyGuard(_C._dispatch_tls_local_include_set(), excluded),
+        torch.enable_grad(),
+        forward_ad._set_fwd_grad_enabled(True),
+    ):
+        values = recomputed(function, tensors)
     return tuple(_functorch._wrap_for_grad(y, level) for y in values)
 
 

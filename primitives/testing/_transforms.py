@@ -217,6 +217,8 @@ def _compiled(function: Callable) -> Callable:
 
 def compile_against_eager(subject: Subject, record: Record) -> None:
     """Under `torch.compile(fullgraph=True, backend="aot_eager")`: value, vjp and jvp as without it."""
+    if not record.compile:
+        raise NotApplicableError("compile=False")
     value, existing = _value(subject), modes(subject)
     tensors = [contiguous(x) for x in subject.tensors]
     inputs = [tensors[i].requires_grad_(REVERSE in existing) for i in subject.inputs]
