@@ -17,7 +17,13 @@ from triton.runtime.jit import JITCallable, KernelInterface
 _VALUES = (int, float, str, bool, tuple, type(None), tl.constexpr, tl.dtype, torch.dtype)
 
 # These ask the compiler for nothing but what the launch says as well; any other, or one with arguments, is text.
-_PLAIN_DECORATORS = {"triton.jit", "batch_independent_jit", "stride_independent_jit", "unspecialized_jit"}
+_PLAIN_DECORATORS = {
+    "triton.jit",
+    "batch_independent_jit",
+    "aligned_by_constants_jit",
+    "stride_independent_jit",
+    "unspecialized_jit",
+}
 
 
 class UnknownGlobalError(TypeError):

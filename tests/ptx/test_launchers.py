@@ -75,6 +75,8 @@ CASES = {
         lambda: BatchNorm.draw((2, 2, 8, 16)).calls("train_fwd"), {"channel_tile_bytes": 256}, CHANNELS, 2, 4
     ),
     "batch_norm of features": Case(lambda: BatchNorm.draw((261, 9)), {}, f"{CHANNELS}; {ODD}", 2, 4),
+    # A stride that is a multiple of 16 beside an odd number of channels: a thread holds what the plan says.
+    "batch_norm of padded features": Case(lambda: padded(BatchNorm.draw((13, 5))), {}, f"{CHANNELS}; {ODD}", 2, 4),
     "batch_norm of channels last": Case(
         lambda: BatchNorm.draw((4, 16, 9, 11), BF16, arrange=channels_last), {}, CHANNELS, 2
     ),
@@ -118,6 +120,13 @@ def apart(operands: Any) -> Any:
     names = ("x", "y_bar", "x_dot", "y_bar_dot", "y", "y_dot")
     full_size = {name: getattr(operands, name) for name in names if getattr(operands, name, None) is not None}
     return operands.change(**{name: torch.cat([x, x], -1)[..., : x.shape[-1]] for name, x in full_size.items()})
+
+
+def padded(operands: Any) -> Any:
+    """The same with 16 columns from row to row."""
+    return operands.change(
+        x=torch.nn.functional.pad(operands.x, (0, 16 - operands.x.shape[1]))[:, : operands.x.shape[1]]
+    )
 
 
 def silu() -> LayerNorm:

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from ..rows.tiles import in_places, nothing, rounded, selected, sums_of
-from ..runtime.kernel import batch_independent_jit
+from ..runtime.kernel import aligned_by_constants_jit
 from ._channels import (
     channels_of,
     count_tiles,
@@ -86,7 +86,7 @@ def add_operands(sums, tiles, center, row_mask, SUMS: tl.constexpr, FOLD: tl.con
     return found
 
 
-@batch_independent_jit
+@aligned_by_constants_jit
 def batch_norm_sums_kernel(
     y_bar_ptr, x_ptr, x_dot_ptr, y_bar_dot_ptr, relu_ptr, masked_ptr, mean_ptr, partials_ptr, num_samples, num_spatial,
     mean_group_stride, y_bar_group_stride, y_bar_sample_stride, y_bar_channel_stride, y_bar_spatial_stride,

@@ -157,6 +157,7 @@ class Kernel:
         function: The kernel's source, a function for `triton.jit`.
         unspecialized: Names of integer arguments whose values the compiler may not look at, so that another value
             compiles nothing.
+        unaligned: Names of those of which it may not see whether they are multiples of 16.
 
     Attributes:
         function: The result of `triton.jit` for it.
@@ -164,10 +165,12 @@ class Kernel:
         run_time_names: Of those that are not constants.
     """
 
-    def __init__(self, function: Callable, unspecialized: Collection[str] = ()) -> None:
+    def __init__(
+        self, function: Callable, unspecialized: Collection[str] = (), unaligned: Collection[str] = ()
+    ) -> None:
         names = function.__code__.co_varnames[: function.__code__.co_argcount]
         free = [name for name in names if name in unspecialized]
-        self.function: Any = triton.jit(do_not_specialize=free)(function)
+        self.function: Any = triton.jit(do_not_specialize=free, do_not_specialize_on_alignment=[*unaligned])(function)
         self.__name__, self.__qualname__ = function.__name__, function.__qualname__
         self.__module__, self.__doc__ = function.__module__, function.__doc__
         self.argument_names = names
@@ -301,13 +304,24 @@ def stride_independent_jit(function: Callable) -> Kernel:
     return _free_of(function, lambda name: name in BATCH_DEPENDENT or name.endswith("_stride"))
 
 
+def aligned_by_constants_jit(function: Callable) -> Kernel:
+    """`batch_independent_jit` that learns of multiples from constants alone: of no stride by its value.
+
+    A plan knows what lies in one access of a thread, which the compiler might widen: a stride of 0 is a multiple of 16.
+    """
+    return _free_of(function, BATCH_DEPENDENT.__contains__, lambda name: name.endswith("_stride"))
+
+
 def unspecialized_jit(function: Callable) -> Kernel:
     """Decorator for a kernel that is never compiled anew for another value of an integer argument."""
     return _free_of(function, lambda name: name.islower() and not name.endswith("_ptr"))
 
 
-def _free_of(function: Callable, is_free: Callable[[str], bool]) -> Kernel:
-    return Kernel(function, unspecialized=[*filter(is_free, inspect.signature(function).parameters)])
+def _free_of(
+    function: Callable, is_free: Callable[[str], bool], is_unaligned: Callable[[str], bool] = lambda name: False
+) -> Kernel:
+    names = [*inspect.signature(function).parameters]
+    return Kernel(function, [*filter(is_free, names)], [*filter(is_unaligned, names)])
 
 
 def key_function(parameters: Sequence[Any], offsets_matter: bool) -> Callable[..., tuple]:
