@@ -84,9 +84,6 @@ class Digits(nn.Module):
         return self.head(self.blocks(self.embed(x)).mean(1))
 
 
-# The losses.
-
-
 def burgers_reverse(net: Any, xt: Tensor) -> Tensor:
     """The residual of Burgers' equation, its derivatives by autograd."""
     x, t = (z.clone().requires_grad_() for z in (xt[:, :1], xt[:, 1:]))

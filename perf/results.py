@@ -78,9 +78,6 @@ def time_of(row: Row) -> float:
     return row.get("device_us") or row["call_us"]
 
 
-# Two results.
-
-
 def compare(before: dict[str, Any], after: dict[str, Any]) -> tuple[str, bool]:
     """What of this package became slower, is no longer right, or is gone, and whether there is any of it.
 
@@ -121,9 +118,6 @@ def _change(old: Row, new: Row) -> tuple[str, float]:
     if old.get("vs_torch") and new.get("vs_torch"):
         return "over torch", old["vs_torch"] / new["vs_torch"] - 1
     return "time", time_of(old) / time_of(new) - 1
-
-
-# The page.
 
 
 def write_report(path: Path, directory: Path) -> Path:

@@ -155,9 +155,6 @@ def check_fake(call: Call, outputs: Sequence[Tensor]) -> None:
     assert list(map(layout_of, outputs)) == list(map(layout_of, call.outputs(args))), str(call)
 
 
-# Batching.
-
-
 def batched(value: Tensor, axis: int) -> Tensor:
     """`BATCH` different versions of `value` along a new axis; positive values stay positive, integers integers."""
     if value.dtype == torch.bool:

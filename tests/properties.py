@@ -19,8 +19,6 @@ from perf.ops.samples import LAYOUTS, Sample
 from tests.call_properties import Call, CallRecorder, distinct, parts
 from tests.support import assert_close, coarsest, like, nested, subsets
 
-# Against the definition.
-
 
 def leaves(inputs: dict[str, Tensor | None], names: Sequence[str]) -> dict[str, Tensor | None]:
     """`inputs` with the named ones requiring grad; strides stay."""
@@ -187,9 +185,6 @@ def lie_anew(samples: Iterable[Sample]) -> list[Sample]:
     return found
 
 
-# Calls of the primitives that lie under a public function.
-
-
 def with_parts(case: Op, calls: Sequence[Call]) -> Iterator[Call]:
     """`calls`, each that gives value and tangent followed by the two that it stands for."""
     for call in calls:
@@ -227,9 +222,6 @@ def recorded_calls(case: Op, sample: Sample, inputs: dict[str, Tensor | None]) -
     chosen = [s for s in subsets(names) if len(s) in (1, len(names))]
     vjps = [vjp_call(case, sample, inputs, subset) for subset in chosen]
     return [*recorder.calls, *vjps, *[jvp_call(case, sample, inputs, subset) for subset in chosen]]
-
-
-# Derivatives of any order.
 
 
 def _problem(case: Op, device: torch.device, positions: tuple[int, ...] | None, *, true: bool) -> tuple:

@@ -207,9 +207,6 @@ def test_errors_of_torch_get_the_remedy_as_a_note_once():
     assert "pure_module" in caught.value.__notes__[0]
 
 
-# The table.
-
-
 def test_inputs_with_other_derivatives_have_rows_of_their_own():
     """Torch's jvp of a product is silently 0."""
     index, x = torch.tensor([0, 1, 1]), torch.tensor([1.0, 0.0, 2.0])

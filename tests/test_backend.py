@@ -34,9 +34,6 @@ def python(*parts):
     return done.stdout if done.returncode == 0 else f"{done.stdout}\n{done.stderr}"
 
 
-# The setting.
-
-
 @pytest.mark.parametrize("value", [None, "", "triton", "cuda", " auto"])
 def test_environment_variable(monkeypatch, value):
     """The backend module as a process that is started with PRIMITIVES_BACKEND=value sees it."""
@@ -133,9 +130,6 @@ def test_the_backward_pass_follows_the_setting_in_force_when_it_runs(monkeypatch
     with pr.use_backend("triton"):
         y.sum().backward()
     assert calls == ["kernel"]
-
-
-# Triton.
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")

@@ -286,9 +286,6 @@ def test_a_lazy_batch_norm_is_ours_from_its_first_call_on(axes):
     assert type(pr.nn.revert(ours)) is type(theirs)
 
 
-# Other tools of torch.
-
-
 def calls(x):
     y = pr.functional.batch_norm(x, None, None, training=True)
     y = pr.functional.layer_norm(pr.functional.log_softmax(y, 1), (4,))

@@ -57,8 +57,6 @@ def data(*shape, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).abs() + 0.5
 
 
-# Missing rules.
-
 REVERSE = {"vjp": lambda r, c, w: {"x": 2.0 * c.y}}
 FORWARD = {"jvp": lambda r, t: 2.0 * t.x}
 
@@ -128,9 +126,6 @@ def test_state_outputs_are_constants():
     assert (y.requires_grad, statistic.requires_grad, count.requires_grad) == (True, True, False)
     assert_close(jvp(lambda x: power_p(x, None, 3.0)[2] * 2.0, (data(3),), (data(3),))[1], torch.zeros(()).double())
     assert_close(grad(lambda x: power(x).sum() * power_p(x, None, 3.0)[2])(data(3)), 9 * data(3).square())
-
-
-# Arguments and results of rules.
 
 
 @pytest.mark.parametrize(

@@ -29,9 +29,6 @@ def cube_rules():
     }
 
 
-# Autocast and implementations.
-
-
 @pytest.mark.parametrize(
     "wanted, outputs, wrongs",
     [
@@ -103,9 +100,6 @@ def test_a_call_frees_its_tensors(call, way):
         gc.enable()
 
 
-# The fast path past the dispatcher.
-
-
 class Watching(torch.Tensor):
     """A subclass, which torch shows every call."""
 
@@ -163,9 +157,6 @@ def test_what_the_dispatcher_converts_and_shows_it_still_does():
     assert layer_norm_p.overload in Watching.seen
     with torch._C._AutoDispatchBelowAutograd():
         assert not layer_norm_p(x, None, None, 1, 0, 1.0, True, False, False)[0].requires_grad
-
-
-# Writing back.
 
 
 def test_write_back_writes_in_place_and_counts_a_version():

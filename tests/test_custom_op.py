@@ -107,9 +107,6 @@ def test_defining_the_same_function_again_replaces_the_operator():
         pr.custom_op("tests::cell")(lambda x: x)
 
 
-# State.
-
-
 def test_state_is_updated_in_place_and_the_pure_form_returns_it():
     x = normal((4, 3), 0)
     state = {"mean": torch.zeros(3, dtype=torch.float64), "name": "n"}
@@ -167,9 +164,6 @@ def test_updates_of_memory_that_is_shared_are_refused():
     one = operator(lambda state, x: (state.add_(1), x * 2)[1], mutates=("state",))
     with pytest.raises(pr.MutationError, match="state is updated in place and shares memory with x"):
         one(buffer, buffer)
-
-
-# Torch's other features.
 
 
 def test_autocast():

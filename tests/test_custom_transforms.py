@@ -14,9 +14,6 @@ from tests.support import assert_close
 X = torch.linspace(-1.5, 2, 6).reshape(2, 3)
 
 
-# Derivatives.
-
-
 @pytest.mark.filterwarnings("ignore:.*vmap runs a loop")
 def test_batches_of_cotangents_reach_operators_that_a_rule_calls():
     """Torch's older vmap has no kernel of its own for lists of tensors."""
@@ -100,9 +97,6 @@ def test_a_random_reference_is_differentiated_with_the_numbers_that_it_drew(diff
     else:
         (x_bar,) = torch.autograd.grad((y := called(x)).sum(), x)
     assert torch.equal(x_bar, y.detach())
-
-
-# Batching.
 
 
 def test_vmap_without_a_rule_is_a_correct_loop_with_one_warning():

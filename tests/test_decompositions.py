@@ -202,9 +202,6 @@ def test_labels_may_be_bytes():
     torch.testing.assert_close(get_decomposition(aten.nll_loss_backward)(*args), aten.nll_loss_backward(*args))
 
 
-# Registration.
-
-
 @pytest.fixture
 def scratch_op():
     library = torch.library.Library("decomposition_test", "DEF")
@@ -258,9 +255,6 @@ def test_core_uses_the_tables_where_a_rule_is_missing():
     register_decomposition_for_jvp(op)(lambda x: x**3 + 0 * x)
     assert jvp(op, (x,), (torch.ones_like(x),))[1].item() == 12.0
     assert jacfwd(jacrev(lambda x: op(x).sum()))(x).item() == 12.0
-
-
-# Graphs.
 
 
 INSIDE = {

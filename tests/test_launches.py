@@ -98,9 +98,6 @@ def launched(run: Callable[[], object]) -> list[tuple]:
     return launches.copy()
 
 
-# Kernels.
-
-
 # ruff: noqa: N803 - constants of a kernel are capitals
 def _sample_kernel(
     x_ptr, y_ptr, num_rows, size, strides, SCALE: tl.constexpr, BLOCK: tl.constexpr = 32, FLAG: tl.constexpr = False
@@ -246,8 +243,6 @@ def test_watchers_of_other_threads_may_end_in_any_order_and_tracing_belongs_to_t
         answers.append(is_tracing())
     assert [*answers, is_tracing()] == [False, True, False]
 
-
-# Recipes.
 
 CALL = LayerNorm.draw((8, 64)).call("jvp")
 X_PLACE, X_DOT_PLACE = 0, 4

@@ -131,9 +131,6 @@ def test_a_run_measures_writes_and_reports(tmp_path):
     assert "| add_rms_norm Llama 8B" in (tmp_path / "cpu.md").read_text()
 
 
-# Results.
-
-
 def gpu_result(ours=1.06, modes=("forward", "jvp")):
     """Made-up times in units of a copy; liger cannot do a jvp, and torch's is wrong."""
 

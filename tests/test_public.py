@@ -72,9 +72,6 @@ def test_whatever_is_public_has_an_example_and_none_is_left_out():
     assert {text for text in written if text and ">>>" in text} == {*EXAMPLES.values()}
 
 
-# Names.
-
-
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
 def test_what_is_public_goes_by_its_public_name(module):
     for name in module.__all__:

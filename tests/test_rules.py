@@ -74,9 +74,6 @@ def test_what_is_kept_for_the_backward_pass(case, device):
     assert full_size == case.num_kept, f"{full_size} tensors of the size of x are kept"
 
 
-# Which primitives run.
-
-
 def called(function, *args, **options):
     """Operators of this package that a call runs, in order."""
     with CallRecorder() as recorder:

@@ -53,9 +53,6 @@ def test_a_wrong_prefix_is_named_with_its_key_path(weight, path):
         assert part in str(caught.value)
 
 
-# Running statistics.
-
-
 def batch_norm_state():
     return torch.zeros(3, dtype=torch.float64), torch.ones(3, dtype=torch.float64)
 

@@ -52,9 +52,6 @@ def read_as_contiguous(x):
     return memory[: x.numel()].reshape(x.shape) if memory.numel() >= x.numel() else memory[:1].expand(x.shape)
 
 
-# Rules that are wrong.
-
-
 def wrong_sign(inputs, output, tangents):
     return 2 * inputs.x * inputs.weight * tangents.x - inputs.x.square() * tangents.weight
 

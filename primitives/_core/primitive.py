@@ -227,8 +227,6 @@ class Primitive:
 
         return decorator
 
-    # Entries for torch.
-
     def _autocast_kernel(self, key: str) -> Callable[..., Any]:
         excluded = _C.DispatchKeySet(getattr(_C.DispatchKey, key))
 

@@ -142,8 +142,6 @@ class RuleTable:
                 f"{name}: no {kind} rule is defined. Register one with @{name}_p.def_{kind}."
             ) from None
 
-    # Implementations.
-
     def _choose_implementations(self) -> None:
         """Tabulate which implementation runs on which device under which backend."""
         reference = self.given.get("reference", self._undefined)
@@ -164,8 +162,6 @@ class RuleTable:
         """Whether something else than the reference runs on `device` under the backend in force."""
         chosen = self.implementations.get(device)
         return chosen is not None and chosen[backend.current_backend()] is not self.given.get("reference")
-
-    # Derivatives.
 
     def constant_outputs(self, args: Sequence[Any]) -> Collection[int]:
         """Positions of the outputs (in a list of outputs, of its elements) that are constants to every derivative."""
@@ -236,8 +232,6 @@ class RuleTable:
         for i, length in lengths:
             found[i] = found[i] or [None] * length
         return flatten(found, spec.list_tensors)[0]
-
-    # Batching.
 
     def before_loop(self) -> None:
         """Called before vmap loops over the samples, for want of a batching rule."""

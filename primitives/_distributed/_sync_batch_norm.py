@@ -53,9 +53,6 @@ sync_batch_norm_p = Primitive(
 )
 
 
-# The sum over the processes.
-
-
 def received(send: Callable[..., Tensor], *message: Any) -> Tensor:
     """The answer to a message that every process of a group sends by a functional collective."""
     try:
@@ -89,9 +86,6 @@ batch_all(all_reduce_p)
 
 # Inductor orders torch's own messages, and computes while they are under way.
 all_reduce_p.rules.define("composition", _all_reduce_reference)
-
-
-# Batch norm.
 
 
 def _merged(x: Tensor, batch_ndim: int, group: str, world: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -176,8 +170,6 @@ def _sync_batch_norm_vmap(batch: Any, primals: Any) -> tuple[Any, Any]:
     folded = fold_batch(batch, primals, sync_batch_norm_p.spec.tensors)
     return sync_batch_norm_p(*folded._replace(batch_ndim=primals.batch_ndim + 1)), (0, 0, 0, None)
 
-
-# A training step, with what all processes must agree on.
 
 # By module, what its processes have agreed on. A copy of a module begins anew.
 _agreements: weakref.WeakKeyDictionary[torch.nn.Module, tuple] = weakref.WeakKeyDictionary()

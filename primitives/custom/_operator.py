@@ -127,8 +127,6 @@ class CustomOp(Generic[_P, _R]):
         """Pickled by name: the module that defines the operator is imported again."""
         return _load, (self.qualified_name, *self._path)
 
-    # Rules.
-
     def _add(self, decorator: str, rule: _Rule) -> _Rule:
         check_signature(decorator, rule, self.signature)
         self._rules.add(decorator, rule)

@@ -217,8 +217,6 @@ class Rules(RuleTable):
             )
         return outputs
 
-    # Derivatives.
-
     def constant_outputs(self, args: Sequence[Any]) -> Collection[int]:
         """Those that output_differentiability marks."""
         return self.structures[args[1]].results.constants
@@ -309,8 +307,6 @@ class Rules(RuleTable):
         for i, value in zip(structure.mutated, outputs[results.num_tensors :], strict=True):
             dots.append(refused_tangent(self._name, f"new {structure.label(i)}", value))
         return (dots,)
-
-    # Batching and casting.
 
     def before_loop(self) -> None:
         """Say once that vmap is slow."""

@@ -137,8 +137,6 @@ class RowMap:
             terms.append(self._run(by.of_k_dot, given, "y_bar", k, f"{k}_dot"))
         return sum(terms[1:], terms[0]).to(given.get("x_dtype", given[k].dtype))
 
-    # Rules.
-
     def _define_first_order(self) -> None:
         value, bwd, jvp = self.ops["fwd"], self.ops["bwd"], self.ops["jvp"]
         for_jvp = attrgetter(*self._of_k, *self._options)

@@ -131,9 +131,6 @@ def output_in_float32(primals: Any) -> Any:
     return primals
 
 
-# Derivatives.
-
-
 def derivatives(
     value: Primitive, kept: str, wrt: str, options: str, *, second: str = "", keeps: str = ""
 ) -> list[Primitive]:
@@ -282,9 +279,6 @@ def second_order(
         # Where only a statistic has a tangent, which is none, the operator returns zeros.
         given = {f"{name}_dot": dot for name, dot in tangents._asdict().items()}
         return called(bwd_jvp, residuals, getattr(residuals, "output_mask", None), **given)
-
-
-# Batching.
 
 
 def fold_batch(batch: BatchInfo, primals: Any, names: Sequence[str]) -> Any:

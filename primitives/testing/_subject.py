@@ -63,8 +63,6 @@ class Subject:
             return self.op.primitive
         return self.op if isinstance(self.op, Primitive) else None
 
-    # Trees.
-
     @functools.cached_property
     def _leaves(self) -> Leaves:
         """The leaves of all arguments, with the names of these."""
@@ -100,8 +98,6 @@ class Subject:
         """The same call in float64 and complex128, contiguous."""
         return self.map(lambda x: widened(x).contiguous())
 
-    # Calls.
-
     def call(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """All tensors that the operator returns."""
         return self._run(self.op.pure if self.mutates else self.op, tensors)
@@ -135,8 +131,6 @@ class Subject:
         output = (self.op.pure if self.mutates else self.op)(*self.map(clone).args, **self.static)
         accessors, leaves, _ = optree.tree_flatten_with_accessor(cast("Any", output), namespace=self.namespace)
         return [key_path(a, "output") for a, x in zip(accessors, leaves, strict=True) if isinstance(x, torch.Tensor)]
-
-    # Derivatives.
 
     @functools.cached_property
     def inputs(self) -> list[int]:
@@ -201,8 +195,6 @@ class Subject:
             except MissingRuleError:
                 return "no def_backward" if kind == "vjp" and isinstance(self.op, CustomOp) else f"no def_{kind}"
         return None if self.outputs else "no result can be differentiated"
-
-    # Numbers.
 
     def perturbed(self) -> Iterator[tuple[str, Any, Subject]]:
         """For each number that is an argument, or inside one, the calls with that one changed: name, value, call.

@@ -115,9 +115,6 @@ def test_the_function_runs_once_with_the_random_numbers_of_the_output():
     assert len(calls) == 1
 
 
-# Changes in place.
-
-
 def changed_in_place(function, held, x):
     _, jvp_fn = func.linearize(function, x)
     before = jvp_fn(X)

@@ -57,9 +57,6 @@ def calls(case, sample, dtype):
     return [(p, call) for call in made if (p := primitives.get(call.overload)) not in (case.fwd_jvp, None)]
 
 
-# Who serves.
-
-
 @pytest.mark.parametrize("case", [LAYER_NORM, BATCH_NORM, LOG_SOFTMAX, SOFTMAX], ids=lambda case: case.name)
 def test_kernels_serve_every_layout(case):
     """Calls of all orders, with and without parameters; dtypes take turns."""
@@ -107,9 +104,6 @@ def test_layout_of_a_single_image_whose_channels_lie_side_by_side(case):
     """Strides that fit both formats: the kernels choose the layout that tracers are told of."""
     for _, call in calls(case, Sample((1, 5, 3, 4), (), ("weight",), "channels_last"), torch.float32):
         check_call(call)
-
-
-# Long sums.
 
 
 def in_float64(primitive, *args):

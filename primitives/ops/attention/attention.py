@@ -255,9 +255,6 @@ define_attention(attention_jvp_p, lambda problem, _: jvp(problem))
 define_attention(attention_double_backward_p, double_backward)
 
 
-# Shapes.
-
-
 def empty_rows(q: Tensor, width: Any) -> Tensor:
     """Stands for rows [*batch, H, N, width] like those of o."""
     return q.new_empty((*q.shape[:-3], q.shape[-2], q.shape[-3], width)).transpose(-2, -3)

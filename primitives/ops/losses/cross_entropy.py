@@ -63,9 +63,6 @@ cross_entropy_bwd_p, cross_entropy_jvp_p, cross_entropy_bwd_jvp_p = derivatives(
 cross_entropy_fwd_jvp_p = value_and_jvp(cross_entropy_p, cross_entropy_jvp_p)
 
 
-# Reference.
-
-
 class _Terms:
     """Common parts of the formulas, in the dtype of sums; of one number a row, the axis of the classes stays.
 
@@ -253,8 +250,6 @@ _ops = (cross_entropy_p, cross_entropy_bwd_p, cross_entropy_jvp_p, cross_entropy
 bind_family("losses.cross_entropy", "cross_entropy", *_ops)
 batch_all(*_ops, counter="dim")
 
-
-# Labels.
 
 # Not among the primitives, whose kernels are Triton's: it has integers alone, one a row, and no derivative.
 class_labels_p = Primitive(

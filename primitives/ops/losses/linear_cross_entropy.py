@@ -53,9 +53,6 @@ linear_cross_entropy_bwd_p, linear_cross_entropy_jvp_p, linear_cross_entropy_bwd
 )
 
 
-# Chunks of rows.
-
-
 class _Logits(NamedTuple):
     """Logits z of a chunk, and where they are capped the derivatives of z in h."""
 

@@ -77,9 +77,6 @@ add_layer_norm_fwd_jvp_p = value_and_jvp(add_layer_norm_p, add_layer_norm_jvp_p)
 _of_norm = attrgetter("norm_ndim", "batch_ndim", "eps", "centered")
 
 
-# Reference.
-
-
 def _in(dtype: torch.dtype, t: Any) -> Any:
     return None if t is None else t.to(dtype)
 
@@ -153,9 +150,6 @@ for _op, _formula in _of_sum.items():
 # own, and counts its elements alone.
 bind_family("norms.add_layer_norm", "add_layer_norm", *_of_sum, add_layer_norm_fwd_jvp_p)
 batch_rows(*_of_sum, add_layer_norm_fwd_jvp_p)
-
-
-# Derivatives.
 
 
 @add_layer_norm_p.def_vjp

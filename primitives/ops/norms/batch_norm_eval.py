@@ -43,9 +43,6 @@ batch_norm_eval_bwd_p, batch_norm_eval_jvp_p = derivatives(
 )
 
 
-# Reference.
-
-
 def _running(call: Any, of: type[Norm] = Running) -> Norm:
     """The norm by the running statistics."""
     acc = accumulation_dtype(call.x.dtype)

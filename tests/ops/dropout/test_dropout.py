@@ -51,9 +51,6 @@ def test_nothing_is_drawn_where_nothing_is_left_to_chance():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-# In place.
-
-
 def test_in_place_is_what_torch_does():
     """The input itself is returned, written, part of the graph, and differentiated at its new value."""
     x = normal((8, 8), 3).requires_grad_()
@@ -89,9 +86,6 @@ def same_draws(*calls):
     for call in calls:
         torch.manual_seed(1)
         yield call()
-
-
-# vmap.
 
 
 def test_randomness_of_vmap():
