@@ -105,30 +105,34 @@ class Compiled(Derived):
         super().__init__(inner)
         self.settings, self.name, self.names = settings, name, tuple(names)
         self.seed = self.names.index(SEED)
-        self._derived: dict[Any, Compiled] = {}
         self.joints: dict[Any, list[Joint]] = {}
+        # Functions made of this one.
+        self._made: dict[Any, Any] = {}
         # Programs of the value, and joint graphs of what is recorded.
         self._ready, self._recording = _Guarded(), _Guarded()
 
-    def _derive(self, kind: str, key: Any, names: Sequence[str], make: Callable[[], Any]) -> Any:
-        if (kind, key) not in self._derived:
-            self._derived.setdefault((kind, key), Compiled(make(), self.settings, f"{kind} of {self.name}", names))
-        return self._derived[kind, key]
+    def _once(self, key: Any, make: Callable[[], Any]) -> Any:
+        """What `make` makes, made once."""
+        if key not in self._made:
+            self._made.setdefault(key, make())
+        return self._made[key]
+
+    def _derived(self, kind: str, more: Sequence[str], made_of: Callable[..., Any], *args: Any) -> Compiled:
+        names, name = [*self.names, *more], f"{kind} of {self.name}"
+        return self._once((kind, *args), lambda: Compiled(made_of(self.inner, *args), self.settings, name, names))
 
     def pushforward(self, num_tensors: int, moving: Sequence[int]) -> Compiled:
         """Compiled, as the others."""
-        names = [*self.names, *(f"{self.names[i]}_dot" for i in moving)]
-        return self._derive("jvp", (*moving,), names, lambda: Pushforward(self.inner, num_tensors, moving))
+        names = [f"{self.names[i]}_dot" for i in moving]
+        return self._derived("jvp", names, Pushforward, num_tensors, (*moving,))
 
     def pullback(self, num_tensors: int, wanted: Sequence[int], given: Sequence[int]) -> Compiled:
         """Of the arguments alone."""
-        names, key = [*self.names, *(f"bar[{k}]" for k in given)], ((*wanted,), (*given,))
-        return self._derive("vjp", key, names, lambda: Pullback(self.inner, num_tensors, wanted, given))
+        return self._derived("vjp", [f"bar[{k}]" for k in given], Pullback, num_tensors, (*wanted,), (*given,))
 
     def batched(self, in_dims: tuple, randomness: str) -> Compiled:
         """Of batches."""
-        key = in_dims, randomness
-        return self._derive("vmap", key, self.names, lambda: Batched(self.inner, in_dims, randomness))
+        return self._derived("vmap", (), Batched, in_dims, randomness)
 
     def __call__(self, *tensors: Tensor) -> Tensors:
         """The results, by a program where one may run."""
@@ -209,7 +213,7 @@ class Half(Compiled):
         # What the table shows: seconds to trace and bytes saved.
         self.shown = (0.0, 0)
         self._program: Program | None = None
-        self._batched: dict[Any, Half] = {}
+        self._constants: frozenset[int] = whole.constants
 
     @property
     def changed(self) -> Sequence[int]:
@@ -218,18 +222,18 @@ class Half(Compiled):
 
     @property
     def constants(self) -> frozenset[int]:
-        """The same."""
-        return self.whole.constants
+        """Those of the function; of a forward half also results that depend on nothing wanted, and what is kept."""
+        return self._constants
 
     def batched(self, in_dims: tuple, randomness: str) -> Half:
         """Both, mapped over batch axes."""
-        key = in_dims, randomness
-        if key not in self._batched:
-            whole, inner = self.whole.batched(in_dims[: self.count], randomness), self.inner
-            mapped = Batched(_OfAnyStrides(inner).run if isinstance(inner, fx.GraphModule) else inner, *key)
-            half = Half(whole, self.count, mapped, self, f"vmap of {self.name}", self.names)
-            self._batched.setdefault(key, half)
-        return self._batched[key]
+
+        def make() -> Half:
+            inner = _OfAnyStrides(self.inner).run if isinstance(self.inner, fx.GraphModule) else self.inner
+            whole, mapped = self.whole.batched(in_dims[: self.count], randomness), Batched(inner, in_dims, randomness)
+            return Half(whole, self.count, mapped, self, f"vmap of {self.name}", self.names)
+
+        return self._once((in_dims, randomness), make)
 
     def recorded(self, tensors: Sequence[Tensor], kept: Sequence[Any] = ()) -> Tensors:
         """As of any function that is computed again."""
@@ -318,12 +322,6 @@ class Joint(Half):
         self._constants = function.constants | ({*range(self.num + self.num_kept)} - {*signature.with_cotangent})
         seed = module.graph.find_nodes(op="placeholder")[function.seed]
         self.draws_or_measures = bool(seed.users) or has_sizes
-        self._halves: dict[Any, Recomputable] = {}
-
-    @property
-    def constants(self) -> frozenset[int]:
-        """Those of the function, results that depend on nothing wanted, and what is kept."""
-        return self._constants
 
     def fits(self, tensors: Sequence[Tensor]) -> bool:
         """Whether a graph with symbols for sizes is valid for these."""
@@ -344,19 +342,21 @@ class Joint(Half):
 
     def resumed(self, num_tensors: int, wanted: Sequence[int], given: Sequence[int]) -> Recomputable:
         """The backward half for these arguments and cotangents."""
-        key = wanted, given
-        if key not in self._halves:
-            half = pullback = self.whole.pullback(num_tensors, wanted, given)
+
+        def make() -> Recomputable:
+            pullback = self.whole.pullback(num_tensors, wanted, given)
             bars, is_given = [self._bars[k] for k in given], {name: k in given for k, name in self._bars.items()}
             inputs = {name: self._values[name] for name in (*self._primals, *bars, *self._kept)}
             places = [self._gradients.index(i) for i in wanted]
             module = cut(self._backward, inputs, places, is_given, self._views)
-            if module is not None:
-                names, name = [*pullback.names, *self._kept], f"{self.whole.name}, backward"
-                half = Resumed(pullback, num_tensors + len(given), module, self, name, names)
-                half.num_tensors = num_tensors
-            self._halves.setdefault(key, half)
-        return self._halves[key]
+            if module is None:
+                return pullback
+            names, name = [*pullback.names, *self._kept], f"{self.whole.name}, backward"
+            half = Resumed(pullback, num_tensors + len(given), module, self, name, names)
+            half.num_tensors = num_tensors
+            return half
+
+        return self._once((wanted, given), make)
 
 
 def _views(graph: fx.Graph, names: Sequence[str]) -> dict[str, list[fx.Node]]:

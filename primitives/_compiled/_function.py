@@ -101,7 +101,6 @@ class _Site(Region):
             self._no_seed = torch.zeros((), dtype=torch.int64, device=self.device)
         names = self._names(args, kwargs)
         self._compiled = Compiled(self, owner.settings, "value", [*names, SEED])
-        self._is_distinct = len(self.tensors) == len(self._numbers)
         # Those of a call are the arguments of every run.
         self._leaves = [None if isinstance(x, torch.Tensor) else x for x in self._leaves]
         self.tensors = []
@@ -146,10 +145,7 @@ class _Site(Region):
         reached = self.reached.tensors()
         if reached is None:
             return None
-        tensors = given + reached
-        if self._is_distinct:
-            return tensors if len({*map(id, tensors)}) == len(tensors) else None
-        tensors, numbers = once(tensors)
+        tensors, numbers = once(given + reached)
         return tensors if numbers == self._numbers else None
 
     def run(self, tensors: list[Tensor], seed: Tensor | None = None) -> Any:
@@ -216,13 +212,11 @@ class CompiledFunction(Generic[_P, _R]):
                 return self(*args, **kwargs)
         leaves, treespec = optree.tree_flatten((args, kwargs), namespace=ARGUMENTS)  # type: ignore[arg-type] - any tree
         tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
-        layouts = () if self.settings.dynamic else _layouts(tensors)
-        key: Any = treespec, layouts
         if len(tensors) < len(leaves):
             constants = [x for x in leaves if not isinstance(x, torch.Tensor)]
             if registered(constants, ARGUMENTS):
                 return self(*args, **kwargs)
-            key = treespec, layouts, *constants, *map(type, constants)
+        key = treespec, *[_kind(x, self.settings) for x in leaves]
         try:
             sites = self._sites.get(key, ())
         except TypeError:
@@ -291,9 +285,13 @@ class CompiledFunction(Generic[_P, _R]):
         return CompiledFunction, (self.__wrapped__, self.settings.fresh())  # type: ignore[attr-defined] - as above
 
 
-def _layouts(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
-    """With others a function may return another tree, write to other buffers, and draw numbers or not."""
-    return tuple([(x.shape, x.dtype, x.requires_grad) for x in tensors])
+def _kind(x: Any, settings: Settings) -> Any:
+    """What must be the same of a leaf of the arguments where a site serves."""
+    if not isinstance(x, torch.Tensor):
+        # By its text a zero has its sign, and NaN is equal to itself.
+        return type(x), repr(x) if isinstance(x, (float, complex)) else x
+    # With others a function may return another tree, write to other buffers, and draw numbers or not.
+    return () if settings.dynamic else (x.shape, x.dtype, x.requires_grad)
 
 
 def _unhashable(fn: Any, args: tuple, kwargs: dict[str, Any]) -> LeafError:

@@ -172,9 +172,7 @@ def joint_graph(
         is_fixed = [not settings.dynamic or name.split("_dot")[0] in settings.fixed for name in names]
         pairs = zip(blanks, is_fixed, strict=True)
         axes = [[] if fixed else [k for k, n in enumerate(x.shape) if n > 1] for x, fixed in pairs]
-        counts = [names[:i].count(name) for i, name in enumerate(names)]
-        roots = tuple(f"{name}_{n}" if n else name for name, n in zip(names, counts, strict=True))
-        given = Leaves.of(blanks, roots, "")
+        given = Leaves.of(blanks, (*names,), "")
         joint = traced("compile", lambda *xs: tuple(function(*xs)), given, axes, table=table, pure=True)
     simplify(joint.module)
     number = sum(key.split(" #")[0] == name for key in settings.graphs)
@@ -260,8 +258,6 @@ def _run_by(settings: Settings, module: fx.GraphModule, fakes: list[Any], mode: 
     backend = settings.backend
     if backend == "inductor":
         return _by_inductor(settings.options, module, fakes, mode)
-    if backend == "eager":
-        return lambda values: module(*values)
     from torch._dynamo.backends.registry import lookup_backend
 
     compiled = (lookup_backend(backend) if isinstance(backend, str) else backend)(module, fakes)

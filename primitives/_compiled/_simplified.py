@@ -78,7 +78,8 @@ def without_zeros(graph: fx.Graph, zeros: Set[fx.Node], moving: Set[fx.Node] | N
         if node not in symbolic:
             value = node.meta["val"]
             with graph.inserting_before(first):
-                made = graph.call_function(_aten.full.default, ([*value.shape], 0), _options(value))
+                like = {"dtype": value.dtype, "device": value.device}
+                made = graph.call_function(_aten.full.default, ([*value.shape], 0), like)
             made.meta = {**node.meta}
             node.replace_all_uses_with(made)
     graph.eliminate_dead_code()
@@ -98,10 +99,6 @@ def _keep_term(node: fx.Node, term: fx.Node) -> None:
 def _alike(x: fx.Node, y: fx.Node) -> bool:
     a, b = x.meta["val"], y.meta["val"]
     return a.shape == b.shape and a.dtype == b.dtype
-
-
-def _options(value: Tensor) -> dict[str, Any]:
-    return {"dtype": value.dtype, "layout": torch.strided, "device": value.device, "pin_memory": False}
 
 
 def product_and_sum(bias: Tensor, x: Tensor, y: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Any:

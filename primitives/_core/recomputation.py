@@ -110,7 +110,7 @@ def recomputed(function: Recomputable, tensors: Sequence[Tensor], kept: Sequence
     if is_entered:
         # No transform can be entered twice: it keeps what it sees. That of forward mode sees nothing that moves.
         return function(*tensors, *kept)
-    if interpreter is None and not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
+    if interpreter is None and not (torch.is_grad_enabled() and _C._any_requires_grad(*tensors)):
         return function(*tensors, *kept)
     return function.recorded(tensors, kept)
 

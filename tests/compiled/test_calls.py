@@ -246,6 +246,17 @@ def test_dropout():
     assert torch.equal(torch.get_rng_state(), before), "nothing random, nothing drawn"
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_constants_at_their_places(dynamic):
+    difference = plainly(lambda x, y: x - y, dynamic=dynamic)
+    for args in ((X, 3.0), (3.0, X), (X, 3), (X, 2 * X)):
+        same(difference(*args), args[0] - args[1])
+    product = plainly(lambda x, k: x * k, dynamic=dynamic)
+    for k in (0.0, -0.0, torch.nan, torch.nan):
+        assert torch.equal(product(X, k).signbit(), (X * k).signbit())
+    assert len(product.settings.programs) == 3
+
+
 def test_modes():
     net = mlp()
     model = plainly(net)

@@ -76,6 +76,13 @@ def test_names_nodes_and_structure():
     assert "batch_x" in graph.code
 
 
+def test_key_paths_that_make_one_name():
+    primals = {"b": leaf(3)}, leaf(3, seed=1)
+    graph = check(lambda a, a_b: (a["b"].sin() * a_b).sum(), primals, no_cotangents=True)
+    assert graph.primal_names == ("a['b']", "a_b")
+    assert graph.code
+
+
 def test_saved_values_and_their_bytes():
     x, w = leaf(8, 8), leaf(8, 8, seed=1)
 

@@ -29,8 +29,9 @@ def tidied(module: fx.GraphModule, names: Sequence[str], cotangent_names: Sequen
     inputs[first:first] = [node for node in module.graph.nodes if node.meta.get(ROLE) == COTANGENT]
     labels[first:first] = cotangent_names
     for node, name in zip(inputs, labels, strict=True):
-        made[node] = graph.placeholder(name)
-        made[node].meta = {"val": node.meta["val"]}
+        made[node] = new = graph.placeholder(name)
+        # Two key paths may make one name.
+        new.target, new.meta = new.name, {"val": node.meta["val"]}
     for node in module.graph.nodes:
         if node in made:
             continue
