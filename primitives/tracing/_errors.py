@@ -36,16 +36,17 @@ _NO_WRITES = {
     "leaf Variable that requires grad": "an input that requires grad is written to in place. Return the new value, or "
     "use functionalize_mutations",
     "mutation on a view chain": "what as_strided returns, or a view of it, is written to. Use other views",
-    "Could not find a token for effect": "a collective writes in place. Use those of "
-    "torch.distributed._functional_collectives",
 }
 
 
 def values_needed(function: str, what: str, line: str) -> TraceError:
     """The error for a value or memory that only a run has."""
+    advice = "torch.where instead of a branch or of a mask as an index, and a tensor instead of .item()"
+    if "linalg_lstsq" in what:
+        advice = "torch.linalg.pinv(A) @ B, by which torch defines the derivatives of the solution"
     return TraceError(
         f"{function}: {what} needs the values or the memory of a tensor, which a graph does not have, at {line}. Use "
-        "torch.where instead of a branch or of a mask as an index, and a tensor instead of .item()."
+        f"{advice}."
     )
 
 

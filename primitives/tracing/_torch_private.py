@@ -184,6 +184,22 @@ def functional_world() -> Any:
     return mode
 
 
+def called(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """The result of an operator. One with an effect, as a check that raises, is recorded as it is, and stays.
+
+    Torch would ask for a token that orders effects, which nothing but ahead-of-time autograd hands through a graph.
+    """
+    from torch._higher_order_ops import effects
+
+    tensors = [x for x in leaves_of(args, kwargs) if isinstance(x, FunctionalTensor)]
+    if not (tensors and effects.has_effects(func)):
+        return func(*args, **kwargs)
+    world = functional_tensor.PythonFunctionalizeAPI()
+    plain_args, plain_kwargs = world.unwrap_tensors(args), world.unwrap_tensors(kwargs)
+    with functional_tensor.disable_functional_mode():
+        return world.wrap_tensors(func(*plain_args, **plain_kwargs))
+
+
 def memory_of(x: Tensor) -> int:
     """Identity of the memory behind a tensor, as long as it is held."""
     return x.untyped_storage()._cdata

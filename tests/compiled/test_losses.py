@@ -1,6 +1,7 @@
 """Losses with derivatives in them: the whole compiled, and the model alone with derivatives outside of it."""
 
 import functools
+import re
 
 import pytest
 import torch
@@ -70,6 +71,39 @@ def test_model(loss):
     net = mlp()
     model = plainly(net)
     same(gradients(net, loss(model, X)), gradients(net, loss(net, X)))
+
+
+SOLVERS = {
+    "solve": lambda a: torch.linalg.solve(a, V[0]),
+    "inv": torch.linalg.inv,
+    "cholesky": lambda a: torch.linalg.cholesky(a @ a.mT),
+    "lu_factor": lambda a: torch.linalg.lu_factor(a)[0],
+    "tensorsolve": lambda a: torch.linalg.tensorsolve(a, V[0]),
+}
+
+
+@pytest.mark.skipif(torch.__version__ < (2, 13), reason="torch drops the checks that raise")
+@pytest.mark.parametrize("name", SOLVERS)
+def test_solvers_raise_for_singular_matrices(name):
+    solver = SOLVERS[name]
+
+    def first(a):
+        return torch.func.jvp(lambda a: solver(a).square().sum(), (a,), (V[:3],))[1]
+
+    def second(a):
+        return torch.autograd.grad(first(a), a, create_graph=True)[0].square().sum()
+
+    well, singular = (a.requires_grad_() for a in (data(3, 3) + 4 * torch.eye(3), torch.zeros(3, 3, dtype=X.dtype)))
+    for loss, compiler in ((first, plainly), (second, plainly), *[(first, pr.compile)] * (name == "solve")):
+        step = compiler(loss)
+        with pr.repair_torch():
+            same(torch.autograd.grad(step(well), well), torch.autograd.grad(loss(well), well))
+        with pytest.raises(RuntimeError) as found:
+            step(singular)
+        with pytest.raises(type(found.value), match=re.escape(str(found.value))):
+            loss(singular)
+    with pytest.raises(RuntimeError, match="Batch element 1"):
+        torch.func.vmap(torch.func.grad(step))(torch.stack([well, singular]).detach())
 
 
 def test_inductor():

@@ -39,6 +39,11 @@ def test_values(function):
         plainly(function)(X)
 
 
+def test_least_squares_name_what_has_their_derivatives():
+    with pytest.raises(pr.TraceError, match=r"linalg_lstsq.*at .*test_refusals.py:\d+.*torch.linalg.pinv\(A\) @ B"):
+        plainly(lambda x: torch.linalg.lstsq(x, X[:, :1]).solution)(X)
+
+
 def test_a_backward_pass_inside_names_the_line_and_the_remedy():
     with pytest.raises(pr.TraceError, match=r"backward\(\) is called.*test_refusals.py:\d+.*Return the loss"):
         plainly(lambda x: x.clone().requires_grad_().sum().backward())(X)

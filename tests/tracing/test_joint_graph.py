@@ -103,6 +103,13 @@ def test_saved_values_and_their_bytes():
     assert [entry.num_bytes for entry in turned.saved if not entry.is_input] == [matrix, 0]
 
 
+def test_a_check_that_raises_is_made_once():
+    graph = trace_joint(torch.linalg.inv, (torch.eye(3).requires_grad_(),))
+    for min_cut in (True, False):
+        parts = graph.forward_graph(min_cut=min_cut), graph.backward_graph(min_cut=min_cut)
+        assert ["_linalg_check_errors" in repr(part) for part in parts] == [torch.__version__ >= (2, 13), False]
+
+
 def test_several_batch_sizes():
     def fn(w, x, labels):
         hidden = pr.functional.layer_norm(x @ w, (3,), w[0])

@@ -217,6 +217,10 @@ def split(joint: Any, *, min_cut: bool) -> tuple[ForwardGraph, BackwardGraph]:
     targets += ["primals_seed", "primals_offset", "bwd_seed_0", "bwd_base_offset_0"] * joint.signature.has_states
     for node, target in zip(graph.find_nodes(op="placeholder"), targets, strict=True):
         node.target = target
+    for node in graph.nodes:
+        # A check that raises: what it looks at is not computed again for it.
+        if node.op == "call_function" and not node.users and node.meta.get(TAG) == "is_forward":
+            node.meta[TAG] = "must_be_in_forward"
     for seed in [node for node in graph.nodes if node.name == SEED and node.op == "call_function"]:
         # The backward pass depends on it.
         with graph.inserting_before(seed):

@@ -186,7 +186,7 @@ class _Constants(torch_private.TorchDispatchMode):
             args, kwargs = torch_private.mapped_constants(self._wrapped, (args, kwargs or {}))
         # It has a say in calls of the user, not in those of autograd.
         with torch_private.without_functions():
-            result = func(*args, **kwargs or {})
+            result = torch_private.called(func, args, kwargs or {})
         if writes and self.refusal is None:
             written = [x for x, y in self._constants.values() if torch_private.has_data_mutation(y)]
             self.refusal = (written[0], current_line()) if written else None

@@ -68,7 +68,7 @@ class _Watch(torch_private.TorchDispatchMode):
             is_view = torch.Tag.inplace_view in getattr(func, "tags", ())
             if not is_view or torch_private.schema_of(func).name == "aten::set_":
                 self.written.update(memories(x))
-        result = func(*args, **kwargs)
+        result = torch_private.called(func, args, kwargs)
         if func is _lift_fresh or not _may_alias(func):
             self.take([x for x in torch_private.leaves_of(result) if isinstance(x, torch.Tensor)])
         return result
