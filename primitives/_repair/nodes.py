@@ -85,17 +85,17 @@ def _layer_norm(*args: Any) -> Any:
     rows = x.shape[: x.dim() - len(shape)]
     mask = (mask[0], mask[1] and weight is not None, mask[2] and bias is not None)
     statistics = mean.reshape(rows), rstd.reshape(rows)
-    eps = _eps(x, rstd, list(range(-len(shape), 0)))
+    eps = _eps(x, rstd)
     bars = _backward_of("layer_norm")(y_bar.contiguous(), x, weight, *statistics, len(shape), 0, eps, True, 0, mask)
     return _unmasked(bars, mask)
 
 
-def _eps(x: Tensor, rstd: Tensor, axes: list[int]) -> float:
+def _eps(x: Tensor, rstd: Tensor) -> float:
     """What separates the variance from 1 / rstd**2, which torch does not hand on: of the row that shows it best."""
     with _C._AutoDispatchBelowAutograd():
-        variance, rstd = (rows.flatten().double() for rows in (x.var(axes, correction=0), rstd))
-        row = variance.nan_to_num(nan=math.inf).argmin()
-        return (rstd[row] ** -2 - variance[row]).item()
+        rstd = rstd.flatten().double()
+        row = rstd.nan_to_num(nan=-math.inf).argmax()
+        return (rstd[row] ** -2 - x.reshape(len(rstd), -1)[row].double().var(correction=0)).item()
 
 
 def _batch_norm(*args: Any) -> Any:

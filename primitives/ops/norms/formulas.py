@@ -78,6 +78,7 @@ class Norm:
         eps: float = 0.0, *, centered: bool = True, statistics: tuple[Tensor, Tensor] | None = None,
     ) -> None:  # fmt: skip
         self.x, self.layout, self.centered = x, layout, centered
+        self._tangent: Tensor | None = None
         self.dtype = accumulation_dtype(x.dtype)
         self.norm_axes, self.param_axes = ([axis % x.dim() for axis in axes] for axes in (norm_axes, param_axes))
         self.sum_axes = [axis for axis in range(x.dim()) if axis not in self.param_axes]
@@ -129,6 +130,12 @@ class Norm:
         along = self.x_hat * self.mean_of(v * self.x_hat)
         return self.rstd * ((v - self.mean_of(v) if self.centered else v) - along)
 
+    def tangent(self, x_dot: Tensor) -> Tensor:
+        """`P(x_dot)`, once for all results of a call: it has one tangent of x."""
+        if self._tangent is None:
+            self._tangent = self.project(self.wide(x_dot))
+        return self._tangent
+
     def sums(self, v: Tensor | None, dtype: torch.dtype, *, wanted: bool = True) -> Tensor:
         """Sum of v over all axes that a parameter lacks: a cotangent of one; None for 0."""
         if not wanted:
@@ -171,7 +178,7 @@ class Norm:
         """Terms of the tangent of y."""
         terms = []
         if x_dot is not None:
-            terms.append(self.scaled(self.project(self.wide(x_dot)), weight))
+            terms.append(self.scaled(self.tangent(x_dot), weight))
         if weight_dot is not None:
             terms.append(self.scaled(self.x_hat, weight_dot))
         if bias_dot is not None:
@@ -191,7 +198,7 @@ class Norm:
         if weight_dot is not None:
             inner.append(self.scaled(y_bar, weight_dot))
         if x_dot is not None:
-            g, h = self.scaled(y_bar, weight), self.project(x_dot)
+            g, h = self.scaled(y_bar, weight), self.tangent(x_dot)
             a, b, s = (-self.rstd * self.mean_of(v) for v in (x_dot * self.x_hat, g * self.x_hat, g * h))
             inner.append(b * x_dot + a * g)
             of_x.append(s * self.x_hat)
