@@ -133,17 +133,6 @@ def arguments(dtype=torch.float64):
     return [normal(shape, seed).to(dtype) for seed, shape in enumerate([(3,), (3,), (2, 3)])]
 
 
-def scalar(function, kind=dict):
-    """A scalar function of weight, bias and x through `function`, with a tree of the given kind."""
-
-    def loss(weight, bias, x):
-        params = {"weight": weight, "bias": bias} if kind is dict else Affine(weight, bias)
-        y, rest = function(params, x)
-        return (y.sin() * torch.linspace(0.5, 1, 6, dtype=y.dtype).reshape(2, 3)).sum() + rest["mean"].exp().sum()
-
-    return loss
-
-
 def trees_close(actual, expected, order=1):
     for got, want in zip(optree.tree_leaves(actual), optree.tree_leaves(expected), strict=True):
         assert_close(got, want, order=order)

@@ -129,11 +129,6 @@ def like(x: Tensor, seed: int, layout: str = "contiguous") -> Tensor:
     return arranged(normal(x.shape, seed).to(x.device, x.dtype), layout)
 
 
-def along(function: Callable[[Tensor], Tensor], v: Tensor | None = None) -> Callable[[Tensor], Tensor]:
-    """The derivative of `function` along `v`, or along the sine of where it is taken."""
-    return lambda x: torch.func.jvp(function, (x,), (x.sin() if v is None else v,))[1]
-
-
 def subsets(items: Iterable[Any]) -> Iterator[tuple]:
     """All non-empty subsets."""
     items = list(items)

@@ -119,6 +119,13 @@ class Subject:
         updated = [arg for name, arg in zip(self.op.signature.positional, args, strict=True) if name in self.mutates]
         return self.tensors_of((output, *updated))
 
+    def tried(self, *tensors: Tensor) -> tuple[Tensor, ...] | None:
+        """The results of the definition, or `None` where it refuses the arguments."""
+        try:
+            return self.reference(*tensors)
+        except Exception:
+            return None
+
     def _run(self, function: Callable, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         return self.tensors_of(function(*self.trees(tensors), **self.static))
 

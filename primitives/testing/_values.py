@@ -168,12 +168,8 @@ def static_arguments(subject: Subject, record: Record) -> None:
 
 def _depends(subject: Subject, changed: Subject) -> bool:
     """Whether the definition gives something else where an argument is changed, and accepts that at all."""
-    before = subject.reference(*subject.tensors)
-    try:
-        after = changed.reference(*changed.tensors)
-    except Exception:
-        return False
-    if not all(bool(b.isfinite().all()) for b in after):
+    before, after = subject.reference(*subject.tensors), changed.tried(*changed.tensors)
+    if after is None or not all(bool(b.isfinite().all()) for b in after):
         return False
     return len(before) != len(after) or not all(map(torch.equal, before, after))
 
