@@ -190,6 +190,13 @@ def _even_powers(x, *, power=2):
     return x**power
 
 
+def raised(x, *, power, only):
+    if only != 1:
+        raise ValueError(only)
+    return x**power
+
+
+NUMBERS = {"kwargs": {"power": 2.0, "only": 1}}
 NOTED = {
     "vjp": (only_value, "gradcheck", (X,), {}, "no def_backward"),
     "jvp": (only_value, "jvp against differences", (X,), {}, "no def_jvp"),
@@ -197,6 +204,7 @@ NOTED = {
     "vmap": (scaled, "vmap against loop", (PARAMS, X), {}, "no def_vmap: a loop runs"),
     "order": (right_product, "nestings", (X, WEIGHT), {"order": 1}, "order=1"),
     "index": (lambda x, i: x[i], "vmap against loop", (X, torch.tensor([1, 1])), {}, "it has one value only"),
+    "number": (raised, "static arguments", (X,), NUMBERS, "the result does not change with only"),
     "size": (even_powers, "static arguments", (X,), {}, "the operator refuses power=3, which the reference accepts"),
 }
 
