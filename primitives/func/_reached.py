@@ -6,8 +6,9 @@ import contextlib
 import dis
 import functools
 import inspect
+import operator
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -49,9 +50,11 @@ class _Place(NamedTuple):
         return self.holder.outermost if isinstance(self.holder, _Place) else self
 
 
-_CELL, _MISSING = object(), object()
+_CELL, _MISSING = "a variable of the closure", object()
 # Attributes of modules that are constants: the training mode, the probability of a dropout, the weight of a loss.
 _NUMBERS = frozenset({bool, int, float, str, type(None)})
+# Attributes of every module, in which it keeps others.
+_REGISTRIES = frozenset(vars(nn.Module()))
 
 
 class Reached:
@@ -69,6 +72,9 @@ class Reached:
         # Attributes of objects that code may read or write; variables that lead on, or are constants, with values.
         self._attributes: list[tuple[dict[str, Any], str]] = []
         self._links: list[tuple[_Place, Any]] = []
+        # Lists and dictionaries; attributes of modules that hold one, or a tuple.
+        self._containers: list[Any] = []
+        self._held: list[_Place] = []
         self.modules = self._walk(roots, takes)
         self.owners = list(dict.fromkeys(owner for each in self.modules for owner in each.modules()))
         self.registered: dict[Tensor, list[tuple[nn.Module, str, str]]] = {}
@@ -80,12 +86,15 @@ class Reached:
         self._reads = [places[0] for places in self.registered.values()]
         self._ties = [places for places in self.registered.values() if len(places) > 1]
         self._state = self._state_now()
-        self._seen: tuple[list[Any], list[int], list[Tensor]] = [], [-1], []
+        self._dicts = [x for x in self._containers if isinstance(x, dict)]
+        self._lists = [x for x in self._containers if isinstance(x, list)]
+        self._seen: tuple[list[Any], list[int], list[Any], list[Tensor]] = [], [-1], [], []
 
     def _walk(self, roots: Sequence[Any], takes: Callable[[Tensor], bool]) -> list[nn.Module]:
         modules: list[nn.Module] = []
+        stack, names, objects, held = [*roots], {}, [], []
         # What was seen is held, or another object could get its number.
-        stack, seen, names, objects = [*roots], {}, {}, []
+        seen = self._walked = {}
         while stack:
             x = stack.pop()
             key = (id(x.holder), x.key) if isinstance(x, _Place) else id(x)
@@ -93,8 +102,13 @@ class Reached:
                 seen[key] = x
                 if isinstance(x, torch.nn.Module):
                     modules.append(x)
-                    held = [(owner, *pair) for owner in x.modules() for pair in vars(owner).items()]
-                    stack += [_Place(owner, name) for owner, name, value in held if isinstance(value, torch.Tensor)]
+                    pairs = [(owner, *pair) for owner in x.modules() for pair in vars(owner).items()]
+                    stack += [_Place(owner, name) for owner, name, value in pairs if isinstance(value, torch.Tensor)]
+                    held += [
+                        _Place(owner, name)
+                        for owner, name, value in pairs
+                        if isinstance(value, (list, dict, tuple)) and name not in _REGISTRIES
+                    ]
                 elif isinstance(x, _Place):
                     stack += self._at(x, takes)
                 elif isinstance(x, types.FunctionType):
@@ -104,7 +118,13 @@ class Reached:
                 else:
                     stack += _next(x)
                     objects += [x] * _has_attributes(x)
+                    self._containers += [x] * isinstance(x, (list, dict))
             if not stack:
+                # Of modules, as far as what runs in their class reads it.
+                read = {kind: _read_in(kind, names) for kind in {type(place.holder) for place in held}}
+                self._held = [place for place in held if place.key in read[type(place.holder)]]
+                changing = [place for place in self._held if not _is_constant(place.get())]
+                stack += [place for place in changing if (id(place.holder), place.key) not in seen]
                 # Attributes of objects, as far as any code reads some of that name.
                 pairs = [(x, name) for x in objects for name in names]
                 self._attributes = [(vars(x), name) for x, name in pairs]
@@ -120,7 +140,9 @@ class Reached:
         if isinstance(value, torch.Tensor):
             self.places += [place] * takes(value)
             return []
-        if isinstance(place.holder, types.CellType) or isinstance(value, _LINKED):
+        # Attributes of modules are looked up where these were written to.
+        is_variable = not isinstance(place.holder, nn.Module)
+        if isinstance(place.holder, types.CellType) or (is_variable and isinstance(value, _LINKED)):
             self._links.append((place, value))
         return [_Place(place, i) for i in range(len(value))] if isinstance(value, tuple) else [value]
 
@@ -128,6 +150,8 @@ class Reached:
         """What decides how the modules run, beside their tensors."""
         owners = self.owners
         return (
+            [_number(place.get()) for place in self._held],
+            [[_number(x) for x in _entries(each)] for each in self._containers],
             [x for owner in owners for x in vars(owner).values() if type(x) in _NUMBERS],
             [len(owner._parameters) + len(owner._buffers) for owner in owners],
             [child for owner in owners for child in vars(owner)["_modules"].values()],
@@ -147,12 +171,14 @@ class Reached:
 
     def _registered_now(self) -> list[Tensor] | None:
         """Parameters and buffers, asked for again where a dictionary of a module was written to."""
-        registries, versions, found = self._seen
+        registries, versions, entries, found = self._seen
         # A call that lends a module exchanges all its attributes.
         now = [*map(dict_version, map(vars, self.owners))]
-        if versions == [*now, *map(dict_version, registries)]:
+        listed = [x for each in self._lists for x in (*each, each)]
+        if versions == [*now, *map(dict_version, registries)] and _are_same(listed, entries):
             return found
         registries = [vars(x)[name] for x in self.owners for name in ("_parameters", "_buffers", "_modules")]
+        registries += self._dicts
         versions = [*now, *map(dict_version, registries)]
         if self._state_now() != self._state:
             return None
@@ -165,29 +191,38 @@ class Reached:
             return None
         # Another thread may lend them meanwhile.
         if now == [*map(dict_version, map(vars, self.owners))]:
-            self._seen = registries, versions, found
+            self._seen = registries, versions, listed, found
         return found
 
     def described(self) -> list[tuple[str, Any]]:
         """Variables that are constants, and training modes, with names."""
-        constants = [(str(place.key), value) for place, value in self._links if isinstance(value, (int, float, str))]
+        pairs = [(place.key, value) for place, value in self._links]
+        pairs += [pair for each in self._containers for pair in _items(each)]
+        constants = [(str(key), value) for key, value in pairs if isinstance(value, (int, float, str))]
         return [*constants, ("training", [owner.training for owner in self.owners])]
 
     @contextlib.contextmanager
     def restoring(self, say: Callable[[list[str]], None]) -> Iterator[None]:
-        """Context after which variables, and attributes of objects, are what they were; `say` gets names of others."""
+        """Context after which variables, attributes and entries are as before; `say` gets names of others."""
         links = [(place, place.get()) for place, _ in self._links if not isinstance(place.holder, _Place)]
         attributes = [(holder, name, holder.get(name, _MISSING)) for holder, name in self._attributes]
+        copies = [(each, each.copy()) for each in self._containers]
         try:
             yield
         finally:
+            # Tables that libraries fill with objects of their own stay filled.
+            filled = [(each, old) for each, old in copies if _has_other_values(each, old)]
+            for each, old in filled:
+                each.clear()
+                each.update(old) if isinstance(each, dict) else each.extend(old)
             changed = [(place, value) for place, value in links if place.get() is not value]
             for place, value in changed:
                 place.put(value)
             others = [each for each in attributes if each[0].get(each[1], _MISSING) is not each[2]]
             for holder, name, value in others:
                 holder.pop(name) if value is _MISSING else holder.update({name: value})
-            say([*(str(place.key) for place, _ in changed), *(name for _, name, _ in others)])
+            names = [*(str(place.key) for place, _ in changed), *(name for _, name, _ in others)]
+            say([*names, *(f"an entry of a {type(each).__name__}" for each, _ in filled)])
 
     @contextlib.contextmanager
     def holding(self, values: Sequence[Tensor]) -> Iterator[None]:
@@ -221,7 +256,8 @@ def _next(x: Any) -> list[Any]:
     if isinstance(x, types.MethodType):
         return [x.__self__, x.__func__]
     if isinstance(x, (list, dict)):
-        return [_Place(x, key) for key in (x if isinstance(x, dict) else range(len(x)))]
+        pairs = [(key, value) for key, value in _items(x) if not _is_constant(value)]
+        return [_Place(x, key) if isinstance(value, (torch.Tensor, tuple)) else value for key, value in pairs]
     if isinstance(x, tuple):
         return list(x)
     if isinstance(x, types.FunctionType):
@@ -234,6 +270,51 @@ def _next(x: Any) -> list[Any]:
     wrapped = getattr(x, "__wrapped__", None) if callable(x) and not isinstance(x, type) else None
     call = inspect.getattr_static(type(x), "__call__", None) if _has_attributes(x) else None
     return [each for each in (wrapped, call) if each is not None]
+
+
+def _items(x: Any) -> list[tuple[Any, Any]]:
+    """Keys or numbers of the entries of a container, and what they are."""
+    return [*(x.items() if isinstance(x, dict) else enumerate(x))]
+
+
+def _entries(x: Any) -> list[Any]:
+    """Entries of a list, or keys and values."""
+    return [*x, *x.values()] if isinstance(x, dict) else [*x]
+
+
+def _has_other_values(x: Any, y: Any) -> bool:
+    """Whether a tensor or a constant is an entry of one of two containers, and not of the other."""
+    x, y = dict(_items(x)), dict(_items(y))
+    pairs = [(x.get(key, _MISSING), y.get(key, _MISSING)) for key in x | y]
+    return any(a is not b and (isinstance(z, torch.Tensor) or _is_constant(z)) for a, b in pairs for z in (a, b))
+
+
+def _are_same(x: list[Any], y: list[Any]) -> bool:
+    return len(x) == len(y) and all(map(operator.is_, x, y))
+
+
+def _is_constant(x: Any) -> bool:
+    return type(x) in _NUMBERS or (isinstance(x, tuple) and all(map(_is_constant, x)))
+
+
+def _number(x: Any) -> Any:
+    """What tells a value from another, where no place does: that of a constant, the identity of an object."""
+    if _is_constant(x):
+        return repr(x)
+    return None if isinstance(x, torch.Tensor) else len(x) if isinstance(x, tuple) else id(x)
+
+
+def _read_in(kind: type, names: Iterable[str]) -> set[str]:
+    """Names in the methods of a class of modules that `forward` leads to, or code with these names."""
+    bases = [vars(base) for base in kind.__mro__[::-1] if not issubclass(nn.Module, base)]
+    methods = {name: x for base in bases for name, x in base.items() if isinstance(x, types.FunctionType)}
+    found, stack = set(), ["forward", *names]
+    while stack:
+        name = stack.pop()
+        if name not in found:
+            found.add(name)
+            stack += _names(inspect.unwrap(methods[name]).__code__) if name in methods else []
+    return found
 
 
 def _codes(code: types.CodeType) -> list[types.CodeType]:

@@ -195,9 +195,9 @@ def called(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     if not (tensors and effects.has_effects(func)):
         return func(*args, **kwargs)
     world = functional_tensor.PythonFunctionalizeAPI()
-    plain_args, plain_kwargs = world.unwrap_tensors(args), world.unwrap_tensors(kwargs)
+    args, kwargs = world.unwrap_tensors((args, kwargs))  # type: ignore[arg-type,assignment] - any tree
     with functional_tensor.disable_functional_mode():
-        return world.wrap_tensors(func(*plain_args, **plain_kwargs))
+        return world.wrap_tensors(func(*args, **kwargs))
 
 
 def memory_of(x: Tensor) -> int:
