@@ -1,7 +1,5 @@
 """Properties of every call of a primitive, whoever serves it."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any

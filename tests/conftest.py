@@ -1,7 +1,5 @@
 """Shared by all tests: the device that the records run on, and the implementations that they run."""
 
-from __future__ import annotations
-
 import atexit
 import gc
 import os

@@ -1,7 +1,5 @@
 """Operators that the tests share, and makers of fresh ones: all rules on trees, the reference alone, updated state."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 

@@ -4,8 +4,6 @@ Public functions are held to the definition in float64, to the second order. The
 each held to the reference in float64, which the former ties to the definition, and to what a compiler is told of them.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any

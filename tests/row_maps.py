@@ -1,7 +1,5 @@
 """A map that keeps x and a statistic of it, made of formulas alone: no operation of the package is of that kind."""
 
-from __future__ import annotations
-
 from primitives._core import Primitive
 from primitives.ops.row_maps import RowMap
 

@@ -1,7 +1,5 @@
 """Shared by the generic tests: tolerances, comparisons, nestings of transforms."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any

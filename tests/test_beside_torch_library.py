@@ -4,8 +4,6 @@ Values are compared with those of plain torch in float64, and an error about a m
 operator, the argument and the file of the rule.
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """`check_rules`: right operators pass, every planted fault is named, and the reproducer shows it."""
 
-from __future__ import annotations
-
 import contextlib
 import enum
 import pickle

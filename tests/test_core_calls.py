@@ -1,7 +1,5 @@
 """The front end around a call: batching, autocast, implementations, memory, threads, the fast path, written tensors."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 

@@ -1,7 +1,5 @@
 """Custom operators in compilers and tracers: the operator itself is in the graph, whatever its trees are."""
 
-from __future__ import annotations
-
 import collections
 from typing import NamedTuple
 
@@ -62,8 +60,6 @@ def test_static_arguments_and_trees_are_told_apart():
 
 
 class Result(NamedTuple):
-    """A result."""
-
     y: torch.Tensor
     z: torch.Tensor | None
 
@@ -89,8 +85,6 @@ def test_dynamic_batch_sizes_share_a_graph():
 
 
 class Net(torch.nn.Module):
-    """A module that calls operators with trees."""
-
     def forward(self, x):
         return cube(affine({"weight": x[0], "bias": None}, x)[0])
 

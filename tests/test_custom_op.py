@@ -1,7 +1,5 @@
 """Custom operators over pytrees: calls, static arguments, updates of arguments, and torch's other features."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import copy
 import dataclasses
@@ -38,15 +36,11 @@ def test_it_is_one_operator_whatever_the_trees():
 
 
 class Config(NamedTuple):
-    """A static argument."""
-
     value: Any
 
 
 @dataclasses.dataclass(frozen=True)
 class Frozen:
-    """A static argument."""
-
     value: Any
 
 

@@ -1,7 +1,5 @@
 """The demo as a user starts it, with few steps."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 

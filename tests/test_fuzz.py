@@ -3,8 +3,6 @@
 `make test` draws the same few each time, `make fuzz` others, many of them.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import os

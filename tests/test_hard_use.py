@@ -1,7 +1,5 @@
 """Hard use: many threads, many steps, interrupts, files, other processes, deterministic algorithms."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import os

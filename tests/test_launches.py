@@ -3,8 +3,6 @@
 There is neither a GPU nor a compiler: in place of each compiled kernel stands what notes its launches.
 """
 
-from __future__ import annotations
-
 import concurrent.futures
 import gc
 import itertools

@@ -6,8 +6,6 @@ No GPU takes part and little is compiled: `docs/developers/gates.md` says how.
 # Compile-time constants are upper case, as in the kernels of the package.
 # ruff: noqa: N803
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import os

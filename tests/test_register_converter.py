@@ -1,7 +1,5 @@
 """register_converter: functions of the user in the place of the forward of classes."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import pickle

@@ -5,8 +5,6 @@ CPU tensors pass for those of a GPU where gradients are taken, because a CPU bui
 tensors. Launches in the graphs are compared with those that the launchers make outside of any graph.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import operator

@@ -1,7 +1,5 @@
 """Trees of every kind of node, registered in a namespace of their own, and comparisons of trees."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any, NamedTuple
 

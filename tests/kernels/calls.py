@@ -1,7 +1,5 @@
 """Operands and calls that only the tests of the kernels need: strided, copied, under other plans."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """One call of a launcher, held to everything that the device at hand shows."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import torch

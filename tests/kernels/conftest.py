@@ -4,8 +4,6 @@ With `--device cuda` those that take the device run the compiled kernels on it, 
 emulate them (see `check_kernel`). On all, memory is poisoned with NaN before a kernel writes it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import os

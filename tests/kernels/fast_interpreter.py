@@ -3,8 +3,6 @@
 Results stay what they are, bit by bit.
 """
 
-from __future__ import annotations
-
 import types
 from typing import Any
 

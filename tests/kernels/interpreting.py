@@ -3,8 +3,6 @@
 What leaves a tensor, or depends on the order of programs, shows on the emulator (`tests/ptx`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import unittest.mock

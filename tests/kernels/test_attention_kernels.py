@@ -3,8 +3,6 @@
 `test_every_launcher`, `test_operands` and `test_numbers` hold its launchers to what they hold all others to.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

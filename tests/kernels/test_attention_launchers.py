@@ -1,7 +1,5 @@
 """Launchers of attention, as `test_every_launcher` has all others, and how many products of matrices they take."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

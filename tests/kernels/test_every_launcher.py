@@ -4,8 +4,6 @@ The cases are those of the emulator. `test_variants` holds what can meet in a ke
 that operands can be, and `test_records_on_kernels` the samples of the records, in their layouts and dtypes.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

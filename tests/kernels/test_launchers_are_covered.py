@@ -1,7 +1,5 @@
 """Launchers of every module are tunable and have calls, and every kernel is launched by one of them."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import pkgutil

@@ -1,7 +1,5 @@
 """Numbers that cost digits or are not finite, on every plan; and the order in which kernels sweep what they read."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable

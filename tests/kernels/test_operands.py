@@ -3,8 +3,6 @@
 Each launcher and plan meets its truth in `test_every_launcher`; here is what that does not vary.
 """
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -3,8 +3,6 @@
 The factor 3 of its second derivative is a constant that the launch makes.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 

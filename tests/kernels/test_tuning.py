@@ -1,7 +1,5 @@
 """Tuning, with a timer of its own: what is chosen, what is refused, and what is kept."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import importlib
 import itertools

@@ -6,8 +6,6 @@ results are held to the truth here: calls of the same modes on the small workloa
 numbers of processors under which these take each plan.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

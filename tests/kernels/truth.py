@@ -1,7 +1,5 @@
 """True results of each launcher: the reference of its operator in float64, which the records hold to a definition."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Sequence
 from typing import NamedTuple

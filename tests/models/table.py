@@ -1,7 +1,5 @@
 """Models of transformers, diffusers and timm: tiny, with random weights, built from configurations alone."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any, NamedTuple
 

@@ -6,8 +6,6 @@ made, lose next to nothing. Each length up to which ATen adds up by itself is te
 one that is stated beside it, and one beyond.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Derivatives of a map that keeps x, by its formulas."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Calls of launchers on the emulator, as on a GPU of few processors."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """Single instructions on the emulator: threads load an element of each input, and store one result."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

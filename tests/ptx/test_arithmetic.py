@@ -1,7 +1,5 @@
 """Instructions that a thread executes for itself, by the tables and rules of the PTX manual."""
 
-from __future__ import annotations
-
 import fractions
 
 import numpy as np

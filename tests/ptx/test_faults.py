@@ -1,7 +1,5 @@
 """A fault of each kind, planted in compiled code or in what the compiler is told: each is reported as what it is."""
 
-from __future__ import annotations
-
 import re
 
 import numpy as np

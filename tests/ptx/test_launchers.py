@@ -1,7 +1,5 @@
 """Every launcher, compiled for each chip and emulated: its values, what is wrong, and how often it touches memory."""
 
-from __future__ import annotations
-
 import types
 from collections import Counter
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Layouts of fragments and of matrices in shared memory, by the manual's formulas, written out here one by one."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
