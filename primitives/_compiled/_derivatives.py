@@ -20,6 +20,7 @@ from torch._functorch.compile_utils import fx_graph_cse
 from torch.autograd import forward_ad
 
 from primitives._compiled._graphs import Program, Settings, compiling, cut, joint_graph, program_of
+from primitives._compiled._simplified import of_any_strides
 from primitives._core.errors import MissingRuleError, ShapeError
 from primitives._core.recomputation import Batched, Derived, Pullback, Pushforward, Recomputable, recorded_here
 from primitives.tracing import JointGraph
@@ -225,11 +226,16 @@ class Half(Compiled):
         """Those of the function; of a forward half also results that depend on nothing wanted, and what is kept."""
         return self._constants
 
+    @property
+    def zeros(self) -> frozenset[int]:
+        """Those of the function."""
+        return self.whole.zeros
+
     def batched(self, in_dims: tuple, randomness: str) -> Half:
         """Both, mapped over batch axes."""
 
         def make() -> Half:
-            inner = _OfAnyStrides(self.inner).run if isinstance(self.inner, fx.GraphModule) else self.inner
+            inner = of_any_strides(self.inner) if isinstance(self.inner, fx.GraphModule) else self.inner
             whole, mapped = self.whole.batched(in_dims[: self.count], randomness), Batched(inner, in_dims, randomness)
             return Half(whole, self.count, mapped, self, f"vmap of {self.name}", self.names)
 
@@ -253,17 +259,6 @@ class Half(Compiled):
         with compiling():
             self._program = self._program or program_of(self.inner, self.name, self.settings, *self.shown)
         return self._program
-
-
-class _OfAnyStrides(fx.Interpreter):
-    """Runs a graph on batches, whose operators may return other strides than those for which it views."""
-
-    def call_function(self, target: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """The result of an operator."""
-        return super().call_function(_RESHAPE if target is _VIEW else target, args, kwargs)
-
-
-_VIEW, _RESHAPE = torch.ops.aten.view.default, torch.ops.aten.reshape.default
 
 
 class Resumed(Half):

@@ -24,7 +24,7 @@ from torch._C import _functorch  # type: ignore[attr-defined] - no stub
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
-from primitives._compiled._simplified import product_and_sum, simplify, sums_apart, without_zeros
+from primitives._compiled._simplified import of_any_strides, product_and_sum, simplify, sums_apart, without_zeros
 from primitives._core.errors import LeafError
 from primitives._core.inductor import tracing_a_program
 from primitives._core.recomputation import Recomputable
@@ -260,7 +260,7 @@ def _run_by(settings: Settings, module: fx.GraphModule, fakes: list[Any], mode: 
         return _by_inductor(settings.options, module, fakes, mode)
     from torch._dynamo.backends.registry import lookup_backend
 
-    compiled = (lookup_backend(backend) if isinstance(backend, str) else backend)(module, fakes)
+    compiled = (lookup_backend(backend) if isinstance(backend, str) else backend)(of_any_strides(module), fakes)
     return lambda values: compiled(*values)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator, Set
 from typing import Any
 from unittest import mock
@@ -11,8 +12,9 @@ import torch
 from torch import Tensor, fx
 
 from primitives._core.inductor import ZERO
+from primitives.tracing._torch_private import GraphModule
 
-__all__ = ["product_and_sum", "simplify", "sums_apart", "without_zeros"]
+__all__ = ["of_any_strides", "product_and_sum", "simplify", "sums_apart", "without_zeros"]
 
 _aten = torch.ops.aten
 # Zero where one of two arguments is.
@@ -84,6 +86,14 @@ def without_zeros(graph: fx.Graph, zeros: Set[fx.Node], moving: Set[fx.Node] | N
             node.replace_all_uses_with(made)
     graph.eliminate_dead_code()
     return not symbolic
+
+
+def of_any_strides(module: fx.GraphModule) -> fx.GraphModule:
+    """A graph that reshapes where it viewed: in a batch, or of one term of a sum, operators return other strides."""
+    graph = copy.deepcopy(module.graph)
+    for node in graph.find_nodes(op="call_function", target=_aten.view.default):
+        node.target = _aten.reshape.default
+    return GraphModule(module, graph)
 
 
 def _keep_term(node: fx.Node, term: fx.Node) -> None:

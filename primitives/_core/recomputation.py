@@ -54,6 +54,11 @@ class Recomputable:
         """Places of results without derivative, whatever they are computed of."""
         return frozenset()
 
+    @property
+    def zeros(self) -> frozenset[int]:
+        """Places of results of a pullback that are zero in each call so far, since nothing depends on the argument."""
+        return frozenset()
+
     # Places of arguments that a backward pass reads only if it is differentiated itself: they may be written before it.
     unread: frozenset[int] = frozenset()
     # Number of results, the last ones and constants, that `resumed` may read.
@@ -227,8 +232,8 @@ def _backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
             )
         kept = [*saved[num:], *ctx.numbers] if function.resumes else ()
         found = recomputed(function, [*saved[:num], *given_bars], kept)
-        for i, bar in zip(wanted, found, strict=True):
-            bars[i] = bar
+        for k, i in enumerate(wanted):
+            bars[i] = None if k in function.zeros else found[k]
     return None, None, *bars
 
 
@@ -276,6 +281,11 @@ class Derived(Recomputable):
         """The same."""
         return self.inner.constants
 
+    @property
+    def zeros(self) -> frozenset[int]:
+        """The same."""
+        return self.inner.zeros
+
     def tangents(self, values: Tensors) -> tuple[Tensor | None, ...]:
         """Of a pushforward: one tangent for each result, out of what a call has returned."""
         return self.inner.tangents(values)  # type: ignore[attr-defined] - made of a pushforward
@@ -322,11 +332,17 @@ class Pullback(Derived):
     def __init__(self, function: Any, num_tensors: int, wanted: Sequence[int], given: Sequence[int]) -> None:
         super().__init__(function)
         self._count, self._wanted, self._given = num_tensors, wanted, given
+        self._zeros: frozenset[int] | None = None
 
     @property
     def constants(self) -> frozenset[int]:
         """None: they are cotangents."""
         return frozenset()
+
+    @property
+    def zeros(self) -> frozenset[int]:
+        """As autograd tells."""
+        return self._zeros or frozenset()
 
     def __call__(self, *values: Tensor) -> tuple[Any, ...]:
         tensors, cotangents = values[: self._count], values[self._count :]
@@ -338,6 +354,7 @@ class Pullback(Derived):
 
         create_graph = torch.is_grad_enabled()
         if _functorch.peek_interpreter_stack() is not None or (create_graph and forward_ad._current_level >= 0):
+            self._zeros = frozenset()
             return torch.func.vjp(results, *inputs)[1](cotangents)
         # Autograd itself also takes what no transform does.
         with torch.enable_grad():
@@ -347,6 +364,9 @@ class Pullback(Derived):
             pairs = [(y, y_bar) for y, y_bar in zip(results(*inputs), cotangents, strict=True) if y.requires_grad]
             ys, y_bars = [y for y, _ in pairs], [y_bar for _, y_bar in pairs]
             bars = torch.autograd.grad(ys, inputs, y_bars, allow_unused=True, create_graph=create_graph)
+        # With other sizes there may be fewer.
+        zeros = frozenset(k for k, bar in enumerate(bars) if bar is None)
+        self._zeros = zeros if self._zeros is None else self._zeros & zeros
         return tuple(torch.zeros_like(x) if bar is None else bar for x, bar in zip(inputs, bars, strict=True))
 
 

@@ -315,7 +315,9 @@ def trace(
     make = proxy_tensor.make_fx(function, decomposition_table=table, tracing_mode="real")
     excluded = _C._ExcludeDispatchKeyGuard(_C.DispatchKeySet(_C.DispatchKey.Functionalize))
     # As ahead-of-time autograd does: threads of the engine know nothing of modes.
-    with excluded, _without_code(), torch.autograd.set_multithreading_enabled(False), mode:
+    engine = torch.autograd.set_multithreading_enabled(False)
+    # In that mode torch asks for the values of gradients.
+    with excluded, _without_code(), engine, torch.autograd.set_detect_anomaly(False), mode:
         return make(*args)
 
 

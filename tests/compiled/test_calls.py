@@ -175,6 +175,47 @@ def test_strides_of_outputs_and_cotangents():
         same(found, torch.stack([given.T * X.cos(), y_bar.T * X.cos()]))
 
 
+def test_sums_of_which_one_term_is_left_have_other_strides():
+    w, y = data(6, 6).requires_grad_(), data(5, 6)
+
+    def loss(w):
+        def exponential(y):
+            return torch.linalg.matrix_exp((y @ w)[:, :4].reshape(-1, 2, 2) * 0.3).square().sum()
+
+        return torch.func.jvp(torch.func.grad(exponential), (y,), (y,))[1].square().sum()
+
+    same(torch.autograd.grad(plainly(loss)(w), w), torch.autograd.grad(loss(w), w))
+
+
+def test_what_a_recorded_gradient_does_not_depend_on_gets_none():
+    net = mlp(nn.Identity)
+    for model in (net, plainly(net)):
+        net.zero_grad()
+        x = X.clone().requires_grad_()
+        torch.autograd.grad(model(x).sum(), x, create_graph=True)[0].square().sum().backward()
+        assert [p.grad is None for p in net.parameters()] == [False, False, False, True]
+
+
+def test_what_depends_on_an_argument_for_some_sizes_alone():
+    w = data(3).requires_grad_()
+    compiled = plainly(lambda x: ((x * w).sin() if len(x) > 4 else x.sin() + w).sum(), dynamic=True)
+    for x in (X, X[:3], X):
+        x, found = x.clone().requires_grad_(), []
+        for f in (compiled, compiled.__wrapped__):
+            (g,) = torch.autograd.grad(f(x), x, create_graph=True)
+            found.append(torch.autograd.grad(g.square().sum(), [w, x], materialize_grads=True, allow_unused=True))
+        same(*found)
+
+
+def test_anomalies_are_looked_for_in_calls_and_not_in_traces():
+    net = mlp()
+    with torch.autograd.set_detect_anomaly(True):
+        same(gradients(net, plainly(net)(X).square().sum()), gradients(net, net(X).square().sum()))
+        x = torch.zeros(3, dtype=torch.float64, requires_grad=True)
+        with pytest.warns(UserWarning, match="Error detected"), pytest.raises(RuntimeError, match="nan"):
+            plainly(lambda x: (x.sqrt() * 0).sum())(x).backward()
+
+
 def test_some_outputs_and_some_gradients():
     compiled = plainly(lambda x, y: (x.sin() * y, y.cos(), (x * y).detach()))
     x, y = X.clone().requires_grad_(), X.clone().requires_grad_()
