@@ -258,3 +258,9 @@ def test_counts_are_exact():
         assert (traffic.num_bytes, traffic.requests, traffic.sectors) == (128, 1, sectors)
     _, machine = run("mov.b32 %r1, 0; bar.sync 0;", [], threads=64, grid=(3,))
     assert (machine.counts["barriers"], machine.counts["warp_instructions"]) == (3, 3 * 2 * 3)
+
+
+def test_torch_reads_no_tensor_without_memory_while_launches_are_emulated():
+    """A tangent that torch knows to be zero: below a mode a product of it read its null pointer."""
+    with emulated("sm_80"):
+        assert torch._efficientzerotensor((2,)).mul(2.0).tolist() == [0.0, 0.0]

@@ -13,7 +13,7 @@ import numpy as np
 import triton
 from torch import Tensor, UntypedStorage
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
@@ -82,6 +82,10 @@ class Launched(NamedTuple):
         return "\n".join(lines)
 
 
+def _with_memory(x: Any) -> Any:
+    return x.new_zeros(x.shape) if isinstance(x, Tensor) and x._is_zerotensor() else x
+
+
 class Emulation(TorchDispatchMode):
     """Launches in a context, what is wrong about them, and which bytes of storages nobody has written."""
 
@@ -94,7 +98,9 @@ class Emulation(TorchDispatchMode):
         self._is_approximate, self._edit = is_approximate, edit
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+        # A tangent that torch knows to be zero has no memory, and what runs below a mode reads it.
+        args, kwargs = tree_map(_with_memory, (args, kwargs or {}))
+        result = func(*args, **kwargs)
         is_empty = func.overloadpacket.__name__.startswith(("empty", "new_empty"))
         given = {_storage(each) for each in tree_leaves((args, kwargs))}
         for each in tree_leaves(result):
