@@ -263,4 +263,4 @@ def test_counts_are_exact():
 def test_torch_reads_no_tensor_without_memory_while_launches_are_emulated():
     """A tangent that torch knows to be zero: below a mode a product of it read its null pointer."""
     with emulated("sm_80"):
-        assert torch._efficientzerotensor((2,)).mul(2.0).tolist() == [0.0, 0.0]
+        assert torch.ops.aten.mul.Scalar(torch._efficientzerotensor((2,)), 2.0).tolist() == [0.0, 0.0]
