@@ -138,6 +138,12 @@ def _graphs(net, x):
     return found
 
 
+def test_it_takes_no_argument():
+    for given in (nn.Linear(2, 2), torch.sin):
+        with pytest.raises(TypeError, match=rf"without arguments, got {type(given).__name__}. Write @pr.repair_torch"):
+            pr.repair_torch(given)
+
+
 @pytest.mark.parametrize("name", NET)
 def test_a_compiler_sees_the_graph_that_it_saw_before(name):
     net, x = NET[name](), torch.randn(5, 3 if name == "norms" else 4)

@@ -54,6 +54,7 @@ assert_type(pr.func.checkpoint(loss, x, scale=2.0), Tensor)
 step, net = pr.compile(loss), pr.compile(torch.nn.Linear(4, 1))
 assert_type(step(x, scale=2.0), Tensor)
 step(x, size=2.0)  # type: ignore[call-arg] - a wrong name
+assert_type(pr.compile(backend="eager")(loss)(x, scale=2.0), Tensor)
 assert_type(list(step.graphs), list[str])
 assert_type(net, torch.nn.Linear)
 assert_type(pr.autograd.grad(loss(x), x), tuple[Tensor])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
 
@@ -33,13 +34,21 @@ def compile(
 ) -> CompiledFunction[_P, _R]: ...  # fmt: skip
 
 
+@overload
 def compile(
-    fn: Callable[..., Any],
+    fn: None = None, *, backend: str | Callable[..., Any] = "inductor", mode: str | None = None,
+    options: dict[str, Any] | None = None, dynamic: bool = False,
+) -> Callable[[Callable[_P, _R]], CompiledFunction[_P, _R]]: ...  # fmt: skip
+
+
+def compile(
+    fn: Callable[..., Any] | None = None,
     *,
     backend: str | Callable[..., Any] = "inductor",
     mode: str | None = None,
     options: dict[str, Any] | None = None,
     dynamic: bool = False,
+    **_others: Any,
 ) -> Callable[..., Any]:
     """`fn`, compiled, with derivatives of every order inside and outside of it.
 
@@ -56,8 +65,8 @@ def compile(
     inside any trace, `fn` itself runs.
 
     Args:
-        fn: Function of pytrees, or a module. What it writes to buffers of modules is written once a call; it may not
-            write to arguments or captured tensors.
+        fn: Function of pytrees, or a module; without it the result is a decorator. What it writes to buffers of
+            modules is written once a call; it may not write to arguments or captured tensors.
         backend: As in `torch.compile`: a name or a function `(graph module, example inputs) -> callable`.
         mode: As in `torch.compile`, for Inductor.
         options: Inductor's options.
@@ -68,8 +77,8 @@ def compile(
         the same class that shares everything with it; there they are `compiled` and `compiled.graphs`.
 
     Raises:
-        TypeError: If `fn` cannot be called.
-        ValueError: If `mode` is not a mode of Inductor.
+        TypeError: If `fn` cannot be called, or for another option: `fullgraph`, as a program is always whole.
+        ValueError: If `mode` is not a mode of Inductor, or `backend` not one of torch.
         TraceError: By a call, with the line, if `fn` asks for the values of a tensor, as a branch, `.item()`,
             `nonzero` and masks as indices do; calls `backward()`, or reads or writes `.grad`; or calls
             `torch.manual_seed` or `torch.seed`.
@@ -77,9 +86,9 @@ def compile(
             that is `None`; or writes to a buffer that shares memory with another.
         LeafError: By a call, if an argument is neither a tensor, a dataclass nor a hashable constant, or a tensor that
             requires grad is used that is neither reached by the closure nor an argument; for subclasses of tensors and
-            sparse tensors; for lazy modules inside that had no call yet; if `fn` returns another structure where it is
-            differentiated; for `torch.utils.checkpoint` inside with `use_reentrant=True`; and where a
-            `DistributedDataParallel` is reached, which goes around what is compiled.
+            sparse tensors; for lazy modules inside that had no call yet, and modules of TorchScript; if `fn` returns
+            another structure where it is differentiated; for `torch.utils.checkpoint` inside with `use_reentrant=True`;
+            and where a `DistributedDataParallel` is reached, which goes around what is compiled.
         MissingRuleError: By a call, if `fn` draws with `generator=`, or from distributions whose numbers are drawn by
             rejection (`Gamma`, `Beta`); and by a recorded backward pass (`create_graph=True`) of a batch of cotangents
             (`is_grads_batched=True`).
@@ -95,6 +104,16 @@ def compile(
         >>> w.grad
         tensor([2., 2., 2.])
     """
+    if _others:
+        advice = "Leave it out: a program is always whole." if "fullgraph" in _others else "Inductor's go into options."
+        raise TypeError(f"compile: must have backend, mode, options or dynamic, got {', '.join(_others)}. {advice}")
+    if not callable(backend) and backend not in ("inductor", "eager"):
+        from torch import _dynamo
+
+        if backend not in (known := _dynamo.list_backends(None)):
+            raise ValueError(f"compile: backend must be a function or one of {', '.join(known)}, got {backend!r}.")
+    if fn is None:
+        return functools.partial(compile, backend=backend, mode=mode, options=options, dynamic=dynamic)
     check_callable("compile", fn)
     from primitives._compiled._function import CompiledFunction
     from primitives._compiled._graphs import Settings
@@ -137,7 +156,10 @@ class _Compiled:
 def _twin(module: Any, settings: Any) -> Any:
     """A module that shares the attributes of `module`, and whose `forward` is compiled."""
     from primitives._compiled._function import CompiledFunction
+    from primitives.func._reached import no_torchscript
 
+    if isinstance(module, torch.jit.ScriptModule):
+        raise no_torchscript()
     kind = type(module)
     compiled = CompiledFunction(module.forward, settings)
     # Properties are found before the attributes of the object.

@@ -233,6 +233,8 @@ class CompiledFunction(Generic[_P, _R]):
 
     def _first(self, key: Any, args: tuple, kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
         """The first call of its kind; the site is kept if it succeeds."""
+        if any(isinstance(x, Iterator) for x in Leaves.of((args, kwargs), "", ARGUMENTS).values):
+            raise _unhashable(self.__wrapped__, args, kwargs)  # type: ignore[attr-defined] - set by update_wrapper
         with compiling():
             site = _Site(self, args, kwargs)
             found = site.now(tensors)
@@ -296,10 +298,10 @@ def _kind(x: Any, settings: Settings) -> Any:
 
 def _unhashable(fn: Any, args: tuple, kwargs: dict[str, Any]) -> LeafError:
     given = Leaves.of_arguments(fn, args, kwargs, ARGUMENTS)
-    found = [i for i, x in enumerate(given.values) if type(x).__hash__ is None]
+    found = [i for i, x in enumerate(given.values) if type(x).__hash__ is None or isinstance(x, Iterator)]
     what = f"{given.label(found[0])} must be" if found else "each argument must be"
     kind = type(given.values[found[0]]).__name__ if found else "one that has no hash"
     return LeafError(
         f"compile: {what} a tensor, a hashable constant, a dataclass or a container that optree takes apart, got "
-        f"{kind}. Pass arrays as tensors; register other classes as nodes."
+        f"{kind}. Pass arrays as tensors, and list(...) of an iterator; register other classes as nodes."
     )

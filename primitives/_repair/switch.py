@@ -82,7 +82,13 @@ class repair_torch(Decorates):  # noqa: N801 - used like a function, as torch.se
         -0.5
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *given: Any) -> None:
+        if given:
+            kind = type(given[0]).__name__
+            raise TypeError(
+                f"repair_torch: it must be called without arguments, got {kind}. Write @pr.repair_torch() for a "
+                "function; operators are repaired for every module."
+            )
         _refuse_to_compile()
         with _lock:
             # None once this is a context or a decorator.

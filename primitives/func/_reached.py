@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch._C._dynamo.guards import dict_version
 
+from primitives._core.errors import LeafError
+
 
 class _Place(NamedTuple):
     """Where a function finds a value: a cell, a key, an attribute of a module, or an entry of the tuple in a place."""
@@ -77,6 +79,8 @@ class Reached:
         self._held: list[_Place] = []
         self.modules = self._walk(roots, takes)
         self.owners = list(dict.fromkeys(owner for each in self.modules for owner in each.modules()))
+        if any(isinstance(owner, torch.jit.ScriptModule) for owner in self.owners):
+            raise no_torchscript()
         self.registered: dict[Tensor, list[tuple[nn.Module, str, str]]] = {}
         for owner in self.owners:
             for registry in ("_parameters", "_buffers"):
@@ -270,6 +274,14 @@ def _next(x: Any) -> list[Any]:
     wrapped = getattr(x, "__wrapped__", None) if callable(x) and not isinstance(x, type) else None
     call = inspect.getattr_static(type(x), "__call__", None) if _has_attributes(x) else None
     return [each for each in (wrapped, call) if each is not None]
+
+
+def no_torchscript() -> LeafError:
+    """The error for a module that no call can lend other parameters."""
+    return LeafError(
+        "a module of TorchScript (torch.jit.script or trace) is reached, which runs outside of Python and cannot be "
+        "given the parameters of one call. Use the original module."
+    )
 
 
 def _items(x: Any) -> list[tuple[Any, Any]]:

@@ -170,8 +170,8 @@ class Region(Recomputable):
                 return None
             if is_reentrant and torch.is_grad_enabled():
                 raise LeafError(
-                    "torch.utils.checkpoint with use_reentrant=True is called where parameters are those of one call, "
-                    "and looks for them when that has ended. Pass use_reentrant=False, or use primitives.func's."
+                    "torch.utils.checkpoint with use_reentrant=True runs its function again when this call has ended, "
+                    "and modules hold its parameters no more. Pass use_reentrant=False, or use func.checkpoint."
                 )
             return functools.partial(self._lent, tensors)
 

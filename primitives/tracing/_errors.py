@@ -41,7 +41,10 @@ _NO_WRITES = {
 
 def values_needed(function: str, what: str, line: str) -> TraceError:
     """The error for a value or memory that only a run has."""
-    advice = "torch.where instead of a branch or of a mask as an index, and a tensor instead of .item()"
+    advice = (
+        "torch.where instead of a branch or of a mask as an index, and a tensor instead of .item(); return what an "
+        "assert is to check"
+    )
     if "linalg_lstsq" in what:
         advice = "torch.linalg.pinv(A) @ B, by which torch defines the derivatives of the solution"
     return TraceError(

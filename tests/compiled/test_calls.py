@@ -85,6 +85,16 @@ def test_methods_and_modules_that_are_compiled_twice():
     same(plainly(plainly(net))(X), net(X))
 
 
+def test_a_decorator_with_options():
+    @pr.compile(backend="eager")
+    def function(x):
+        return x.sin()
+
+    same(function(X), X.sin())
+    assert function.settings.backend == "eager"
+    assert function.__name__ == "function"
+
+
 def test_a_forward_that_was_set_on_a_module():
     """As accelerate and PEFT do: what is there is compiled, and what comes later runs around that."""
     net, plain = mlp(), mlp()

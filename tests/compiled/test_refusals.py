@@ -98,6 +98,26 @@ def test_what_would_be_lost(function, kind, what):
         plainly(function)(X)
 
 
+@pytest.mark.parametrize("made", [torch.jit.script, lambda net: torch.jit.trace(net, X)], ids=["script", "trace"])
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_modules_of_torchscript(made):
+    inner = made(torch.nn.Linear(3, 1).double())
+    for function in (inner, torch.nn.Sequential(inner), lambda x: inner(x)):
+        with pytest.raises(pr.LeafError, match=r"module of TorchScript .* Use the original module"):
+            plainly(function)(X)
+    with pytest.raises(pr.LeafError, match="module of TorchScript"):
+        plainly(lambda net, x: net(x))(inner, X)
+
+
+def test_an_assert_says_to_return_what_it_checks():
+    def checked(x):
+        assert not x.isnan().any()
+        return x
+
+    with pytest.raises(pr.TraceError, match="return what an assert is to check"):
+        plainly(checked)(X)
+
+
 def test_buffers_that_share_memory_may_be_read():
     net = Buffers(lambda net: None)
     same(plainly(net)(X), net(X))
@@ -182,6 +202,12 @@ def test_arguments():
         plainly(lambda x: x.to_dense())(X.to_sparse())
     with pytest.raises(TypeError, match="Pass the function itself"):
         pr.compile(X)
+    with pytest.raises(pr.LeafError, match=r"params must be .* got generator. .* list\(...\)"):
+        plainly(lambda params, x: sum(p.sum() for p in params) * x)(mlp().parameters(), X)
+    with pytest.raises(TypeError, match=r"got fullgraph\. Leave it out"):
+        pr.compile(torch.sin, fullgraph=True)
+    with pytest.raises(ValueError, match=r"backend must be a function or one of .*aot_eager.*, got 'aot'"):
+        pr.compile(torch.sin, backend="aot")
     with pytest.raises(ValueError, match="mode must be one of"):
         pr.compile(torch.sin, mode="fast")
     hidden = type("Hidden", (), {"__call__": lambda self, x: x * self.w, "w": X.clone().requires_grad_()})()
