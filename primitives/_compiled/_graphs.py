@@ -113,8 +113,13 @@ def _say_slow() -> None:
     if _said.acquire(blocking=False):  # once, whichever thread comes first
         _log.warning(
             "compile: a first call traces and compiles, which takes seconds, and minutes for large models. The logger "
-            '"primitives.compile" shows each program at level INFO, and at level ERROR not even this.'
+            '"primitives.compile" names each program that takes as long, all at level INFO, and none at level ERROR.'
         )
+
+
+def _say(seconds: float, *message: Any) -> None:
+    """Show a user whom it kept waiting that it goes on."""
+    _log.log(logging.WARNING if seconds > _PATIENCE else logging.INFO, *message)
 
 
 _said = threading.Lock()
@@ -216,7 +221,7 @@ def cut(
 def program_of(module: fx.GraphModule, name: str, settings: Settings, seconds: float, num_bytes: int) -> Program:
     """The program of a graph, which keeps the strides that were traced."""
     start = time.perf_counter()
-    _log.info("compile: %s, %d nodes, traced in %.1f s", name, len(module.graph.nodes), seconds)
+    _say(seconds, "compile: %s, %d nodes, traced in %.1f s", name, len(module.graph.nodes), seconds)
     # Another one, which constants and the compiler change.
     graph = copy.deepcopy(module.graph)
     module = GraphModule(module, graph)
@@ -229,7 +234,7 @@ def program_of(module: fx.GraphModule, name: str, settings: Settings, seconds: f
     sizes = ", ".join(str([*x.shape]) for x in fakes if isinstance(x, torch.Tensor))
     found = Program(run, constants, name, sizes, num_nodes, num_bytes, seconds, time.perf_counter() - start)
     settings.programs.append(found)
-    _log.info("compile: %s compiled in %.1f s", name, found.compile_seconds)
+    _say(found.compile_seconds, "compile: %s compiled in %.1f s", name, found.compile_seconds)
     return found
 
 
