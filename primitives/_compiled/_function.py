@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import random
+import sys
 import threading
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -132,8 +134,11 @@ class _Site(Region):
 
         *tensors, seed = given
         state = PhiloxState(seed, torch.zeros_like(seed))
+        before = _states_elsewhere()
         with rng_mode(state) as mode, self.reached.restoring(self._owner.note_assigned):
             results = super().__call__(*tensors)
+        if _states_elsewhere() != before:
+            self._owner.note_drawn()
         self.is_random = self.is_random or mode.has_drawn
         return results
 
@@ -171,6 +176,14 @@ class _Site(Region):
             return torch.empty((), dtype=torch.int64, device=self.device).random_()
 
 
+def _states_elsewhere() -> tuple[Any, ...]:
+    """States of the generators that torch does not know."""
+    numpy: Any = sys.modules.get("numpy.random")
+    # The words of a generator, and how many were used.
+    words = () if numpy is None else numpy.get_state()[1:3]
+    return random.getstate(), *map(str, words[1:]), *(x.tobytes() for x in words[:1])
+
+
 def _modes() -> Iterator[Any]:
     """Modes of torch functions, but that of `checkpoint`: what it looks for, `Reached` finds."""
     return (mode for mode in _get_current_function_mode_stack() if not isinstance(mode, Guard))
@@ -199,7 +212,7 @@ class CompiledFunction(Generic[_P, _R]):
         self._sites: dict[Any, list[_Site]] = {}
         self._described: list[tuple[str, Any]] = []
         self._num_described = 0
-        self._has_assigned = False
+        self._has_assigned = self._has_drawn = False
         functools.update_wrapper(self, fn, updated=())
 
     def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -270,6 +283,16 @@ class CompiledFunction(Generic[_P, _R]):
         if names and not self._has_assigned:
             self._has_assigned = True
             _log.warning("compile: %s assigns %s, which no program does: it keeps its value.", self._name(), names[0])
+
+    def note_drawn(self) -> None:
+        """Say once that numbers which the function draws outside of torch are those of the trace."""
+        if not self._has_drawn:
+            self._has_drawn = True
+            _log.warning(
+                "compile: %s draws from the generator of Python or NumPy, and each call gets the numbers of the first. "
+                "Draw by torch, or pass them as tensors.",
+                self._name(),
+            )
 
     @property
     def graphs(self) -> dict[str, JointGraph]:

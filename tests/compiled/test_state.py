@@ -2,7 +2,9 @@
 
 import copy
 import functools
+import random
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -234,6 +236,15 @@ def test_what_a_function_puts_into_containers_is_lost_and_said_once(caplog):
         same(step(X), net(X).square().sum())
     assert (logs, net.cache, len(step.settings.programs)) == ([], {"last": 1.0}, 1)
     assert sum("assigns an entry of a list" in record.getMessage() for record in caplog.records) == 1
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.rand], ids=["Python", "NumPy"])
+def test_numbers_drawn_outside_of_torch_are_those_of_the_trace_and_it_is_said_once(draw, caplog):
+    step, others = plainly(lambda x: x * draw()), plainly(lambda x: x * torch.rand(3))
+    same(*(step(X) for _ in range(2)))
+    step(X[:2])
+    others(X)
+    assert sum("generator of Python or NumPy" in record.getMessage() for record in caplog.records) == 1
 
 
 def test_a_compiled_function_inside_another():
