@@ -106,13 +106,9 @@ class Reached:
                 seen[key] = x
                 if isinstance(x, torch.nn.Module):
                     modules.append(x)
-                    pairs = [(owner, *pair) for owner in x.modules() for pair in vars(owner).items()]
-                    stack += [_Place(owner, name) for owner, name, value in pairs if isinstance(value, torch.Tensor)]
-                    held += [
-                        _Place(owner, name)
-                        for owner, name, value in pairs
-                        if isinstance(value, (list, dict, tuple)) and name not in _REGISTRIES
-                    ]
+                    pairs = [pair for owner in x.modules() for pair in _own_attributes(owner)]
+                    stack += [place for place, value in pairs if isinstance(value, torch.Tensor)]
+                    held += [place for place, value in pairs if isinstance(value, (list, dict, tuple))]
                 elif isinstance(x, _Place):
                     stack += self._at(x, takes)
                 elif isinstance(x, types.FunctionType):
@@ -274,6 +270,11 @@ def _next(x: Any) -> list[Any]:
     wrapped = getattr(x, "__wrapped__", None) if callable(x) and not isinstance(x, type) else None
     call = inspect.getattr_static(type(x), "__call__", None) if _has_attributes(x) else None
     return [each for each in (wrapped, call) if each is not None]
+
+
+def _own_attributes(owner: nn.Module) -> list[tuple[_Place, Any]]:
+    """Attributes that not every module has, with their values."""
+    return [(_Place(owner, name), value) for name, value in vars(owner).items() if name not in _REGISTRIES]
 
 
 def no_torchscript() -> LeafError:
