@@ -99,13 +99,16 @@ def recomputed(function: Recomputable, tensors: Sequence[Tensor], kept: Sequence
     if interpreter is None:
         if _C._dispatch_tls_is_dispatch_key_excluded(_C.DispatchKey.AutogradOther):
             return function(*tensors, *kept)
-        may_move = forward_ad._current_level >= 0
+        may_move = forward_ad._current_level >= 0 and _C._is_fwd_grad_enabled()
     else:
         may_move = interpreter.key() == _functorch.TransformType.Jvp
     is_entered = interpreter is not None and _C._dispatch_tls_is_dispatch_key_excluded(_FRONT)
     if may_move:
         duals = [unpack_dual(x) for x in tensors]
         moving = [i for i, (_, x_dot) in enumerate(duals) if x_dot is not None]
+        if moving and interpreter is None and torch.is_grad_enabled() and _C._any_requires_grad(*tensors):
+            # Autograd keeps duals: a backward pass before the level ends has tangents.
+            return _Recomputed.apply(function, len(tensors), *tensors, *kept)
         if moving:
             pushforward = function.pushforward(len(tensors), moving)
             both = [*(x for x, _ in duals), *(duals[i][1] for i in moving)]

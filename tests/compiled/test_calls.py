@@ -262,6 +262,19 @@ def test_tangents_of_cotangents():
     same(*found)
 
 
+def test_tangents_of_gradients_in_a_dual_level():
+    net, found = mlp(), []
+    for model in (net, plainly(net)):
+        x = X.clone().requires_grad_()
+        with forward_ad.dual_level():
+            primal = forward_ad.make_dual(x, X.cos())
+            inputs = [primal, *net.parameters()]
+            grads = torch.autograd.grad(model(primal).square().sum(), inputs, create_graph=True)
+            moved = [forward_ad.unpack_dual(y).tangent for y in grads]
+        found.append([*moved, *torch.autograd.grad(sum(y.square().sum() for y in moved), [x, *net.parameters()])])
+    same(*found)
+
+
 def test_per_sample_gradients_of_any_number():
     net = mlp()
     loss = plainly(lambda x: net(x).square().sum(), dynamic=True)

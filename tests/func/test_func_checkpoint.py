@@ -87,6 +87,12 @@ def dual_level(net, *, ends_first):
     return gradients(net, loss)
 
 
+def gradients_that_move(net):
+    with forward_ad.dual_level():
+        grads = gradients(net, net(forward_ad.make_dual(X, V)).square().sum())
+        return [forward_ad.unpack_dual(y).tangent for y in grads]
+
+
 NESTINGS = {
     "backward": lambda net: gradients(net, net(X).square().sum()),
     "backward twice": second_backward,
@@ -96,6 +102,7 @@ NESTINGS = {
     ),
     "backward in a dual level": functools.partial(dual_level, ends_first=False),
     "backward after a dual level": functools.partial(dual_level, ends_first=True),
+    "tangents of gradients in a dual level": gradients_that_move,
     "grad of jvp": lambda net: grad(lambda x: jvp(net, (x,), (V,))[1].square().sum())(X),
     "hessian": lambda net: hessian(lambda x: net(x).square().sum())(X[0]),
     "jacrev of jacrev": lambda net: jacrev(jacrev(lambda x: net(x).square().sum()))(X[0]),
