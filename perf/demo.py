@@ -8,6 +8,7 @@ network, data and loss are trained by torch, by torch repaired, and by the repai
 from __future__ import annotations
 
 import argparse
+import logging
 import statistics
 import sys
 import time
@@ -167,6 +168,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     steps, digits = QUICK_STEPS if options.quick else STEPS, load()
     print(f"torch {torch.__version__}, primitives {pr.__version__}: {steps} steps on digits, with a JVP in the loss")
+    # The line that says "compiled ..." is notice enough that it takes a while.
+    logging.getLogger("primitives.compile").setLevel(logging.ERROR)
     compiled = pr.compile(digit_loss, backend="eager" if options.quick else "inductor")
     found, start = {}, time.perf_counter()
     for name, each in {"torch": digit_loss, "repaired": digit_loss, "repaired and compiled": compiled}.items():
