@@ -19,7 +19,11 @@ from primitives._core.errors import LeafError
 
 
 class _Place(NamedTuple):
-    """Where a function finds a value: a cell, a key, an attribute of a module, or an entry of the tuple in a place."""
+    """Where a function finds a value.
+
+    A cell, a key, an attribute of a module, the defaults of a function, the arguments of a partial one, or an entry of
+    the tuple in a place.
+    """
 
     holder: Any
     key: Any
@@ -38,12 +42,18 @@ class _Place(NamedTuple):
             old = self._items()
             entries = [*old[: self.key], value, *old[self.key + 1 :]]
             self.holder.put(getattr(old, "_make", type(old))(entries))
+        elif isinstance(self.holder, types.FunctionType):
+            self.holder.__defaults__ = value
+        elif isinstance(self.holder, functools.partial):
+            self.holder.__setstate__((self.holder.func, value, self.holder.keywords, vars(self.holder)))  # type: ignore[attr-defined] - no stub
         else:
             self._items()[self.key] = value
 
     def _items(self) -> Any:
         if isinstance(self.holder, _Place):
             return self.holder.get()
+        if isinstance(self.holder, (types.FunctionType, functools.partial)):
+            return {self.key: getattr(self.holder, self.key)}
         return vars(self.holder) if isinstance(self.holder, torch.nn.Module) else self.holder
 
     @property
@@ -252,19 +262,18 @@ def _serves(x: Any, y: Any) -> bool:
 def _next(x: Any) -> list[Any]:
     """Where a function, or a container that it reaches, leads."""
     if isinstance(x, functools.partial):
-        return [x.func, *x.args, *x.keywords.values()]
+        return [x.func, *_given(x, "args", x.args), *_changing(x.keywords)]
     if isinstance(x, types.MethodType):
         return [x.__self__, x.__func__]
     if isinstance(x, (list, dict)):
-        pairs = [(key, value) for key, value in _items(x) if not _is_constant(value)]
-        return [_Place(x, key) if isinstance(value, (torch.Tensor, tuple)) else value for key, value in pairs]
+        return _changing(x)
     if isinstance(x, tuple):
         return list(x)
     if isinstance(x, types.FunctionType):
         # Thousands of objects lie behind those of this package's functions, and none is a user's.
         names = [] if (x.__module__ or "").startswith("primitives.") else _globals(x.__code__)
         variables = [_Place(x.__globals__, name) for name in names if name in x.__globals__]
-        defaults = [*(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values()]
+        defaults = [*_given(x, "__defaults__", x.__defaults__), *_changing(x.__kwdefaults__ or {})]
         return [*variables, *(_Place(cell, _CELL) for cell in x.__closure__ or ()), *defaults]
     # What stands for a function.
     wrapped = getattr(x, "__wrapped__", None) if callable(x) and not isinstance(x, type) else None
@@ -283,6 +292,18 @@ def no_torchscript() -> LeafError:
         "a module of TorchScript (torch.jit.script or trace) is reached, which runs outside of Python and cannot be "
         "given the parameters of one call. Use the original module."
     )
+
+
+def _changing(x: list[Any] | dict[Any, Any]) -> list[Any]:
+    """Entries of a container, by their places where these hold tensors."""
+    pairs = [(key, value) for key, value in _items(x) if not _is_constant(value)]
+    return [_Place(x, key) if isinstance(value, (torch.Tensor, tuple)) else value for key, value in pairs]
+
+
+def _given(holder: Any, name: str, values: tuple[Any, ...] | None) -> list[Any]:
+    """What a function holds in a tuple: its place, where a tensor is among it."""
+    has_tensors = any(isinstance(x, (torch.Tensor, tuple)) and not _is_constant(x) for x in values or ())
+    return [_Place(holder, name)] if has_tensors else [*(values or ())]
 
 
 def _items(x: Any) -> list[tuple[Any, Any]]:

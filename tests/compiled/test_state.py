@@ -144,6 +144,38 @@ def test_objects(way):
 NUM_CALLS = 0
 
 
+def _with_defaults(w):
+    def scaled(x, w=w, *, k=(w,)):
+        return (x * w * k[0]).sum()
+
+    return scaled, scaled
+
+
+def _by_keyword(w):
+    partial = functools.partial(lambda x, w: (x * w * w).sum(), w=w)
+    return partial, partial
+
+
+def _by_place(w):
+    partial = functools.partial(lambda w, x: (x * w * w).sum(), w)
+    return partial, lambda x: partial(x)
+
+
+@pytest.mark.parametrize("made", [_with_defaults, _by_keyword, _by_place])
+def test_tensors_that_are_defaults_or_arguments_of_partial_functions(made):
+    w = data(3, seed=1).requires_grad_()
+    holder, fn = made(w)
+    compiled = plainly(fn)
+    for _ in range(2):
+        same(torch.autograd.grad(compiled(X), w), torch.autograd.grad(fn(X), w))
+        with torch.no_grad():
+            w.mul_(2)
+    if made is _with_defaults:
+        holder.__defaults__ = (data(3, seed=3),)
+        same(compiled(X), fn(X))
+    same(pr.func.checkpoint(fn, X), fn(X))
+
+
 @pytest.mark.parametrize("where", ["object", "global", "closure"])
 def test_what_a_function_assigns_is_lost_and_said_once(where, caplog):
     class Counting:
