@@ -279,7 +279,7 @@ class Joint(Half):
 
     Attributes:
         num: Number of results of the function.
-        draws_or_measures: Whether it draws random numbers, or keeps sizes.
+        draws_or_measures: Whether it draws random numbers, or reads sizes.
     """
 
     def __init__(self, function: Compiled, joint: JointGraph, wanted: tuple[int, ...], seconds: float) -> None:
@@ -289,7 +289,8 @@ class Joint(Half):
         self._bars = dict(zip(signature.with_cotangent, bars, strict=True))
         self._gradients, self._unused = signature.gradient_places, {*wanted} - {*signature.gradient_places}
         self.num, self._kept, self._views = signature.num_forward_outputs, [], {}
-        name, num_bytes, has_sizes, places = function.name, 0, False, [*range(self.num)]
+        self._has_sizes = any(isinstance(x, torch.SymInt) for x in self._values.values())
+        name, num_bytes, places = function.name, 0, [*range(self.num)]
         if wanted:
             forward, self._backward = joint.forward_graph(), joint.backward_graph().module
             source, name, num_bytes = forward.module, f"{name}, forward", forward.saved_bytes
@@ -307,7 +308,6 @@ class Joint(Half):
                 for i, each in enumerate(self._primals)
                 if each not in read and _memory(self._values[each]) not in memory
             )
-            has_sizes = any(not isinstance(self._values[each], torch.Tensor) for each in self._kept)
         else:
             # As the partitioner does.
             source = GraphModule(joint.module, fx_graph_cse(joint.graph))
@@ -316,7 +316,7 @@ class Joint(Half):
         self.shown = seconds, num_bytes
         self._constants = function.constants | ({*range(self.num + self.num_kept)} - {*signature.with_cotangent})
         seed = module.graph.find_nodes(op="placeholder")[function.seed]
-        self.draws_or_measures = bool(seed.users) or has_sizes
+        self.draws_or_measures = bool(seed.users) or self._has_sizes
 
     def fits(self, tensors: Sequence[Tensor]) -> bool:
         """Whether a graph with symbols for sizes is valid for these."""
@@ -337,6 +337,9 @@ class Joint(Half):
 
     def resumed(self, num_tensors: int, wanted: Sequence[int], given: Sequence[int]) -> Recomputable:
         """The backward half for these arguments and cotangents."""
+        if self._has_sizes and _in_a_vmap():
+            # Sizes have no batches.
+            return self.whole.pullback(num_tensors, wanted, given)
 
         def make() -> Recomputable:
             pullback = self.whole.pullback(num_tensors, wanted, given)

@@ -165,6 +165,16 @@ def test_dynamic_sizes():
     same(compiled(data(1, 3)), (net(data(1, 3)).square().sum(), net(data(1, 3))))
 
 
+def test_per_sample_gradients_of_symbolic_sizes():
+    def fn(x):
+        return x.sin().mean(0).sum()
+
+    compiled = plainly(fn, dynamic=True)
+    for n in (4, 6):
+        x = data(2, n, 3)
+        same(torch.func.vmap(torch.func.grad(compiled))(x), torch.func.vmap(torch.func.grad(fn))(x))
+
+
 def test_outputs_that_share_memory():
     compiled = plainly(lambda x: {"same": x, "view": x.T, "twice": [x * 2] * 2, "none": None, "number": 3})
     x = X.clone().requires_grad_()
