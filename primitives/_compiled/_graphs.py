@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import ctypes
 import dataclasses
 import functools
 import gc
@@ -16,7 +15,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import _C, Tensor, _guards, fx
@@ -290,28 +288,16 @@ def _by_inductor(options: dict[str, Any], module: fx.GraphModule, fakes: list[An
     return getattr(code, "current_callable", None) or code
 
 
-def _vector_instructions() -> None:
-    """Let Inductor try which it may use: it loads a library for each, here, and not in another process with torch."""
-    from torch._inductor import cpu_vec_isa
-
-    def loads(isa: Any, path: str) -> bool:
-        with contextlib.suppress(OSError):
-            return bool(ctypes.CDLL(path))
-        return False
-
-    with mock.patch.object(cpu_vec_isa.VecISA, "_probe_load", loads, create=True):
-        cpu_vec_isa.valid_vec_isa_list()
-
-
 @functools.cache
 def _asked_ahead() -> list[threading.Thread]:
     """What Inductor would ask for after the trace: vector instructions, and hashes of all of torch and Triton.
 
-    Compilers, files and hashing, which do not wait for the trace.
+    Processes, files and hashing: a second and a half that do not wait for the trace. In this process the vector
+    instructions would take a moment, but the trace would wait for the interpreter's lock, for more than that.
     """
-    from torch._inductor import codecache
+    from torch._inductor import codecache, cpu_vec_isa
 
-    questions = _vector_instructions, codecache.torch_key, codecache.CacheBase.get_system
+    questions = cpu_vec_isa.valid_vec_isa_list, codecache.torch_key, codecache.CacheBase.get_system
     threads = [threading.Thread(target=ask, daemon=True) for ask in questions]
     for thread in threads:
         thread.start()

@@ -184,15 +184,19 @@ def functional_world() -> Any:
     return mode
 
 
+@functools.cache
+def _has_effects(func: Any) -> bool:
+    from torch._higher_order_ops import effects
+
+    return effects.has_effects(func)
+
+
 def called(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """The result of an operator. One with an effect, as a check that raises, is recorded as it is, and stays.
 
     Torch would ask for a token that orders effects, which nothing but ahead-of-time autograd hands through a graph.
     """
-    from torch._higher_order_ops import effects
-
-    tensors = [x for x in leaves_of(args, kwargs) if isinstance(x, FunctionalTensor)]
-    if not (tensors and effects.has_effects(func)):
+    if not (_has_effects(func) and any(isinstance(x, FunctionalTensor) for x in leaves_of(args, kwargs))):
         return func(*args, **kwargs)
     world = functional_tensor.PythonFunctionalizeAPI()
     args, kwargs = world.unwrap_tensors((args, kwargs))  # type: ignore[arg-type,assignment] - any tree
