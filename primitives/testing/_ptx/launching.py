@@ -97,7 +97,7 @@ class Emulation(TorchDispatchMode):
         self._unwritten: WeakKeyDictionary[UntypedStorage, Array] = WeakKeyDictionary()
         self._is_approximate, self._edit = is_approximate, edit
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # A tangent that torch knows to be zero has no memory, and what runs below a mode reads it.
         args, kwargs = tree_map(_with_memory, (args, kwargs or {}))
         result = func(*args, **kwargs)
