@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from perf.torch_derivatives import ELEMENTS, counts
+from perf.operator_calls import ELEMENTS
+from perf.torch_derivatives import counts
 from primitives._audit.nestings import plain
 from primitives._audit.table import MAX_ORDER, read_table, tabled_version
 

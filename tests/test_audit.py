@@ -10,7 +10,7 @@ from torch import nn
 from torch.testing._internal.common_methods_invocations import op_db
 
 import primitives as pr
-from perf import torch_derivatives
+from perf import operator_calls, torch_derivatives
 from primitives.__main__ import main as command
 from primitives._audit import table
 from primitives._core.decomposition import decomposition_table
@@ -221,7 +221,7 @@ def test_inputs_with_other_derivatives_have_rows_of_their_own():
 def calls():
     """The calls that the table's script makes beside torch's database."""
     torch.manual_seed(0)
-    return torch_derivatives.recorded(database=())
+    return operator_calls.recorded(database=())
 
 
 def test_the_columns_of_the_repair_are_read_where_the_table_has_them(tmp_path, monkeypatch):
@@ -287,7 +287,7 @@ def test_the_command_audits_what_a_function_returns(tmp_path, monkeypatch, capsy
 
 @slow_batches
 def test_the_judge_knows_what_is_right_alone_and_wrong_under_vmap():
-    norms = torch_derivatives.recorded([op for op in op_db if op.name == "native_layer_norm"])
+    norms = operator_calls.recorded([op for op in op_db if op.name == "native_layer_norm"])
     of_name = norms["aten.native_layer_norm.default"]
     wrong = {nesting for nesting, verdict in torch_derivatives.verdicts_of(of_name, 1).items() if verdict == "wrong"}
     # torch.func.hessian, and jacrev(jacrev).

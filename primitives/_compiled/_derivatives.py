@@ -24,7 +24,8 @@ from primitives._compiled._simplified import of_any_strides
 from primitives._core.errors import MissingRuleError, ShapeError
 from primitives._core.recomputation import Batched, Derived, Pullback, Pushforward, Recomputable, recorded_here
 from primitives.tracing import JointGraph
-from primitives.tracing._torch_private import GraphModule, bindings, bound_sizes
+from primitives.tracing._sizes import bindings, bound_sizes
+from primitives.tracing._torch_private import GraphModule
 
 Tensors = tuple[Tensor, ...]
 

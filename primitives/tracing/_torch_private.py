@@ -1,4 +1,4 @@
-"""The parts of torch used here that torch does not promise, where releases differ: the only module that does."""
+"""The parts of torch used here that torch does not promise, where releases differ; `_sizes` has those of symbols."""
 
 from __future__ import annotations
 
@@ -332,15 +332,6 @@ def definition_of(func: Any) -> Callable[..., Any] | None:
     return func.decompose if func._can_decompose() else _decomp.decomposition_table.get(func)
 
 
-def failing_guards(mode: fake_tensor.FakeTensorMode, symbols: dict[Any, int]) -> list[str]:
-    """Conditions on sizes that a graph was traced under and that do not hold, as text in terms of its symbols."""
-    shape_env: Any = mode.shape_env
-    guards = [guard.expr for guard in shape_env.guards] if shape_env is not None else ()
-    texts = [str(guard) for guard in guards if str(guard.xreplace(symbols)) == "False"]
-    # Torch takes each symbol for 2 at least.
-    return list(dict.fromkeys([*(f"{symbol} >= 2" for symbol, n in symbols.items() if n < 2), *texts]))
-
-
 def as_one_operation(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function` of pytrees, with a list of tensors for a result, which `torch.compile` does not look into."""
     from torch import _dynamo
@@ -390,24 +381,3 @@ def loaded(data: bytes, constants: dict[str, Any], mode: fake_tensor.FakeTensorM
 
     graph: Any = GraphPickler.loads(data, mode)
     return GraphModule(constants, copy.deepcopy(graph.graph), "JointGraph")
-
-
-def bindings(fakes: Sequence[Any], values: Sequence[Any]) -> dict[Any, int]:
-    """The values of the symbols in sizes where `values` are passed for tensors without memory and symbolic sizes."""
-    found: dict[Any, int] = {}
-    for fake, value in zip(fakes, values, strict=True):
-        tensors = isinstance(fake, torch.Tensor) and isinstance(value, torch.Tensor)
-        pairs = zip(fake.shape, value.shape, strict=False) if tensors else [(fake, value)]
-        found.update({n.node.expr: int(m) for n, m in pairs if isinstance(n, torch.SymInt) and n.node.expr.is_symbol})
-    return found
-
-
-def bound_sizes(sizes: Sequence[Any], symbols: dict[Any, int]) -> list[int | None]:
-    """Sizes for given values of the symbols in them; `None` for one with another symbol, not known to be a number."""
-    bound = [n.node.expr.xreplace(symbols) if isinstance(n, torch.SymInt) else n for n in sizes]
-    return [int(n) if isinstance(n, int) or n.is_number else None for n in bound]
-
-
-def hinted_size(n: Any) -> int:
-    """A size, as it was in the example that was traced."""
-    return int(n.node.hint) if isinstance(n, torch.SymInt) else int(n)

@@ -17,6 +17,7 @@ from primitives.tracing._graph.rewriting import SEED, TAG
 from primitives.tracing._leaves import like
 from primitives.tracing._memory import is_dense
 from primitives.tracing._random.rng import PhiloxState
+from primitives.tracing._sizes import bindings, bound_sizes, hinted_size
 
 # Kinds of inputs; those that the forward graph saves have "saved[0]" and so on.
 PRIMAL, COTANGENT, STATE = "primal", "cotangent", "state"
@@ -83,11 +84,11 @@ class Graph:
         fakes = [node.meta["val"] for node in self._placeholders]
         # A cotangent may be viewed, and tells no size.
         sized = [None if kind == COTANGENT else fake for (_, kind), fake in zip(self._inputs, fakes, strict=True)]
-        symbols = torch_private.bindings(sized, values)
+        symbols = bindings(sized, values)
         args = []
         for (label, kind), x, fake in zip(self._inputs, values, fakes, strict=True):
             name = f"{type(self).__name__}: {label}"
-            sizes: list[Any] = torch_private.bound_sizes(fake.shape, symbols) if isinstance(fake, torch.Tensor) else []
+            sizes: list[Any] = bound_sizes(fake.shape, symbols) if isinstance(fake, torch.Tensor) else []
             if kind == STATE or not isinstance(fake, torch.Tensor):
                 args.append(x)
             elif kind == COTANGENT and isinstance(x, int) and None not in sizes:
@@ -202,7 +203,7 @@ class BackwardGraph(_Part):
 
 def _laid_out_like(x: Tensor, fake: Tensor, symbols: dict[Any, int]) -> Tensor:
     """`x` with the strides that the graph was traced for, without a lazy conjugate or negative."""
-    x, strides = x.resolve_conj().resolve_neg(), torch_private.bound_sizes(fake.stride(), symbols)
+    x, strides = x.resolve_conj().resolve_neg(), bound_sizes(fake.stride(), symbols)
     if not is_dense(fake) or None in strides or list(x.stride()) == strides:
         return x
     return x.new_empty_strided(x.shape, strides).copy_(x)  # type: ignore[arg-type] - no None
@@ -251,7 +252,7 @@ def _described(module: fx.GraphModule, nodes: Sequence[fx.Node]) -> list[Saved]:
             entries.append(Saved(node.name, (), None, 0, False, line))
             continue
         memory = torch_private.memory_of(x)
-        size = 0 if memory in seen else torch_private.hinted_size(x.untyped_storage().nbytes())
+        size = 0 if memory in seen else hinted_size(x.untyped_storage().nbytes())
         entries.append(Saved(node.name, tuple(x.shape), x.dtype, size, memory in of_inputs, line))
         seen.add(memory)
     return entries

@@ -21,7 +21,8 @@ from primitives._core.dtypes import has_derivatives
 from primitives._core.errors import LeafError
 from primitives.tracing._errors import errors_in_trace
 from primitives.tracing._leaves import Leaves
-from primitives.tracing._torch_private import hinted_size, is_wrapper_subclass
+from primitives.tracing._sizes import hinted_size
+from primitives.tracing._torch_private import is_wrapper_subclass
 
 _FUNCTION = "unwrap_subclasses"
 _HINT = "For such gradients, unwrap the joint function: unwrap_subclasses(create_joint(fn), (primals, cotangents))."
