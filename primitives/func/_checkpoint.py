@@ -51,6 +51,9 @@ def checkpoint(fn: Callable[_P, _R], /, *args: _P.args, **kwargs: _P.kwargs) -> 
             return fn(*args, **kwargs)
         # A mark for the compiler's partition.
         return torch_checkpoint.checkpoint(fn, *args, use_reentrant=False, **kwargs)
+    if torch.is_inference_mode_enabled():
+        # Nothing is recorded, and no tensor counts how often it is written.
+        return fn(*args, **kwargs)
     region = Region(fn, args, kwargs)
     return region.output(recomputed(region, region.tensors))
 

@@ -300,8 +300,16 @@ class Guard(TorchFunctionMode):
                 )
                 raise self._refusal
         result = func(*args, **kwargs)
+        if func in _WRITES_STATISTICS:
+            values = [*args, *kwargs.values()]
+            *statistics, is_training = (values[k] for k in _WRITES_STATISTICS[func])
+            torch.autograd.graph.increment_version([bottom(x) for x in statistics if is_training and x is not None])
         for y in result if isinstance(result, (tuple, list)) else (result,):
             if isinstance(y, torch.Tensor) and y.requires_grad:
                 # A leaf of its own, or a view of one: nothing else requires grad in a first run.
                 self._known[id(y)] = y
         return result
+
+
+# Torch's batch norms do not count that they write; places of their statistics, and of whether they do.
+_WRITES_STATISTICS = {torch.nn.functional.batch_norm: (1, 2, 5), torch.batch_norm: (3, 4, 5)}

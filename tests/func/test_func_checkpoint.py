@@ -140,8 +140,8 @@ def attention(name, region):
     return NESTINGS[name](Net(region, norm=lambda width: Attend())), torch.rand(2)
 
 
-def two_steps_of_batch_norm(name, region):
-    net = Net(region, norm=pr.nn.BatchNorm1d)
+def two_steps_of_batch_norm(name, norm, region):
+    net = Net(region, norm=norm)
     found = [NESTINGS[name](net) for _ in range(2)]
     assert not any(buffer.requires_grad for buffer in net.buffers())
     return found, dict(net.named_buffers())
@@ -223,8 +223,11 @@ CASES = {
         for name in ("backward", "backward of jvp", "backward twice")
     },
     **{
-        f"batch norm, {name}": functools.partial(two_steps_of_batch_norm, name)
-        for name in ("backward", "backward of jvp", "backward twice")
+        f"batch norm of {norm.__module__}, {name}": functools.partial(two_steps_of_batch_norm, name, norm)
+        for norm, name in (
+            *((pr.nn.BatchNorm1d, name) for name in ("backward", "backward of jvp", "backward twice")),
+            *((nn.BatchNorm1d, name) for name in ("backward", "backward in a dual level")),
+        )
     },
     "batch norm per sample": batch_norm_per_sample,
     "trees": trees_keywords_and_closures,
@@ -236,6 +239,13 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_it_equals_the_function_itself(name):
     torch.testing.assert_close(CASES[name](checkpoint), CASES[name](plainly), **CLOSE)
+
+
+def test_buffers_in_inference_mode():
+    net, truth = (Net(region, norm=nn.BatchNorm1d) for region in (checkpoint, plainly))
+    with torch.inference_mode():
+        torch.testing.assert_close(net(X), truth(X), **CLOSE)
+    torch.testing.assert_close(dict(net.named_buffers()), dict(truth.named_buffers()), **CLOSE)
 
 
 def test_a_loss_with_a_jvp_takes_less_memory():
