@@ -128,7 +128,8 @@ def compile(
         chosen = {**modes[mode], **chosen}
     settings = Settings(backend, {name.replace("-", "_"): value for name, value in chosen.items()}, dynamic)
     if isinstance(fn, torch.nn.Module):
-        return _twin(fn._original if isinstance(fn, _Compiled) else fn, settings)
+        # One that is compiled already, by this or by torch.compile.
+        return _twin(getattr(fn, "_original", getattr(fn, "_orig_mod", fn)), settings)
     return CompiledFunction(fn, settings)
 
 

@@ -38,15 +38,20 @@ _NO_WRITES = {
     "mutation on a view chain": "what as_strided returns, or a view of it, is written to. Use other views",
 }
 
+# Operators that ask for values, and what to use.
+_INSTEAD = {
+    "linalg_lstsq": "torch.linalg.pinv(A) @ B, by which torch defines the derivatives of the solution",
+    "_ctc_loss": "it outside, on what the function returns: torch has no second derivative of it",
+}
+
 
 def values_needed(function: str, what: str, line: str) -> TraceError:
     """The error for a value or memory that only a run has."""
-    advice = (
+    default = (
         "torch.where instead of a branch or of a mask as an index, and a tensor instead of .item(); return what an "
         "assert is to check"
     )
-    if "linalg_lstsq" in what:
-        advice = "torch.linalg.pinv(A) @ B, by which torch defines the derivatives of the solution"
+    advice = next((text for name, text in _INSTEAD.items() if name in what), default)
     return TraceError(
         f"{function}: {what} needs the values or the memory of a tensor, which a graph does not have, at {line}. Use "
         f"{advice}."

@@ -10,6 +10,7 @@ from unittest import mock
 
 import torch
 from torch import fx
+from torch._ops import HigherOrderOperator
 from torch.overrides import TorchFunctionMode
 
 from primitives._core.errors import LeafError, MutationError, TraceError
@@ -30,6 +31,14 @@ _VALUES = frozenset(
 _INDEXED = frozenset({torch.Tensor.__getitem__, torch.Tensor.__setitem__})
 # They read tensors inside lists.
 _FACTORIES = frozenset({torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor})
+# Torch's operators of functions, which have first derivatives at most, and what has those of every order.
+_OF_FUNCTIONS = {
+    "cond": "torch.where of the results of both branches",
+    "while_loop": "a loop of Python, of as many steps as are needed at most",
+    "scan": "a loop of Python",
+    "map_impl": "torch.vmap",
+    "flex_attention": "scaled_dot_product_attention with attn_mask",
+}
 
 
 def _is_collective(func: Any) -> bool:
@@ -94,6 +103,11 @@ class UserCalls(TorchFunctionMode):
             raise TraceError(
                 f"compile: .grad is read or written inside the function, at {current_line()}, and a program does not "
                 "see it. Pass the gradient as an argument, and return what is to be one."
+            )
+        if isinstance(func, HigherOrderOperator) and self._function == "compile" and func.name() in _OF_FUNCTIONS:
+            raise TraceError(
+                f"compile: {func.name()} is called inside the function, at {current_line()}, and torch has no "
+                f"derivatives of every order for it. Use {_OF_FUNCTIONS[func.name()]}."
             )
         lists = [x for x in (*args, *kwargs.values()) if isinstance(x, (list, tuple))] if func in _FACTORIES else []
         reads = func in _READS or (func is torch.Tensor.__format__ and args[1])

@@ -6,6 +6,8 @@ import logging
 import numpy as np
 import pytest
 import torch
+from torch._higher_order_ops.scan import scan
+from torch.nn import functional as F
 
 import primitives as pr
 from primitives._compiled import _derivatives, _function
@@ -39,9 +41,19 @@ def test_values(function):
         plainly(function)(X)
 
 
-def test_least_squares_name_what_has_their_derivatives():
-    with pytest.raises(pr.TraceError, match=r"linalg_lstsq.*at .*test_refusals.py:\d+.*torch.linalg.pinv\(A\) @ B"):
-        plainly(lambda x: torch.linalg.lstsq(x, X[:, :1]).solution)(X)
+@pytest.mark.parametrize(
+    "function, what, advice",
+    [
+        (lambda x: torch.linalg.lstsq(x, X[:, :1]).solution, "linalg_lstsq", r"torch.linalg.pinv\(A\) @ B"),
+        (lambda x: F.ctc_loss(x[:, None], torch.ones(1, 2).long(), (4,), (2,)), "_ctc_loss", "Use it outside"),
+        (lambda x: torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,)), "cond", "Use torch.where"),
+        (lambda x: scan(lambda c, x: (c + x, c * x), x[0], x)[1], "scan", "Use a loop"),
+    ],
+)
+def test_operators_without_derivatives_name_those_with(function, what, advice):
+    for x in (X, X.clone().requires_grad_()):
+        with pytest.raises(pr.TraceError, match=rf"{what}.*at .*test_refusals.py:\d+.*{advice}"):
+            plainly(function)(x)
 
 
 def test_a_backward_pass_inside_names_the_line_and_the_remedy():
