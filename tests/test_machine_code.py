@@ -205,13 +205,13 @@ ROW = Row("layer_norm_bwd_kernel", CASE, 8, 40, 255, 0, 0, 1024, "16x2", "16x2",
 )
 def test_rules_reject(change: dict, complaint: str) -> None:
     assert not broken_rules("sm_90", ROW)
-    (found,) = broken_rules("sm_90", dataclasses.replace(ROW, **change))
+    (found,) = broken_rules("sm_90", ROW._replace(**change))
     assert complaint in found
 
 
 def test_amd_loads_ahead_what_nvidia_copies_ahead_case_by_case() -> None:
-    other = dataclasses.replace(ROW, case="layer_norm 8192x2048 bfloat16 forward")
-    tables = {"sm_90": [ROW, other], "gfx942": [ROW, dataclasses.replace(other, ahead="-")]}
+    other = ROW._replace(case="layer_norm 8192x2048 bfloat16 forward")
+    tables = {"sm_90": [ROW, other], "gfx942": [ROW, other._replace(ahead="-")]}
     (problem,) = all_broken(tables)
     assert "x2048 bfloat16 forward): nothing is loaded ahead" in problem
     tables["gfx942"].append(other)
@@ -228,5 +228,5 @@ LONG, SHORT = ("layer_norm_fwd_kernel", "layer_norm 4096x16384 bfloat16"), "laye
 def test_spills_that_are_known_are_of_one_chip_kernel_and_case(chip_name, kernel, case, allowed, monkeypatch) -> None:
     monkeypatch.setattr(rules, "EXCEPTIONS", [Exempt("spills", "sm_90", rf"{' '.join(LONG)} \w+", 8, "")])
     for spills in (allowed, allowed + 4):
-        row = dataclasses.replace(ROW, kernel=kernel, case=f"{case} all_results", spills=spills)
+        row = ROW._replace(kernel=kernel, case=f"{case} all_results", spills=spills)
         assert bool(broken_rules(chip_name, row)) == (spills > allowed)

@@ -1,25 +1,18 @@
-"""The committed table: one line per compiled kernel and chip, sorted, so that a change shows as a readable diff.
-
-Each line ends in a checksum of the rest: one that somebody has edited by hand is not of the table.
-"""
+"""The committed table: one line per compiled kernel and chip, sorted, so that a change shows as a readable diff."""
 
 from __future__ import annotations
 
 import csv
-import dataclasses
-import hashlib
 import pathlib
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple, get_type_hints
 
 TABLE = pathlib.Path(__file__).parents[2] / "docs" / "perf" / "machine_code"
 # The release of Triton whose compiler made the table; another one makes other code.
 VERSION_FILE = "triton_version.txt"
 
 
-@dataclass(frozen=True, order=True)
-class Row:
+class Row(NamedTuple):
     """The compiler's result for one kernel.
 
     Attributes:
@@ -59,33 +52,23 @@ class Row:
         return f"{self.kernel} ({self.case}): {used}, loads {self.loads or 'none'}, stores {self.stores or 'none'}"
 
 
-FIELDS: dict[str, Any] = {field.name: int if field.type == "int" else str for field in dataclasses.fields(Row)}
-
-
-def _checksum(row: Row) -> str:
-    text = "\n".join(f"{name}={getattr(row, name)}" for name in FIELDS)
-    return hashlib.sha256(text.encode()).hexdigest()[:8]
-
-
 def read_table(chip_name: str) -> list[Row]:
-    """Rows of one chip that are as `write_table` has written them; none of a table with other columns, or without."""
+    """Rows of one chip; none of a table with other columns, or without one."""
     path = TABLE / f"{chip_name}.csv"
     if not path.exists():
         return []
     with path.open(newline="") as file:
-        if next(csv.reader(file)) != [*FIELDS, "checksum"]:
-            return []
-        file.seek(0)
-        lines = [(Row(*(kind(line[name]) for name, kind in FIELDS.items())), line) for line in csv.DictReader(file)]
-    return [row for row, line in lines if line["checksum"] == _checksum(row)]
+        names, *lines = csv.reader(file)
+    kinds = get_type_hints(Row)
+    if names != [*kinds]:
+        return []
+    return [Row(*(kind(cell) for kind, cell in zip(kinds.values(), line, strict=True))) for line in lines]
 
 
 def write_table(chip_name: str, rows: Iterable[Row]) -> None:
     """Write the rows of one chip, sorted."""
     with (TABLE / f"{chip_name}.csv").open("w", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow([*FIELDS, "checksum"])
-        writer.writerows([*dataclasses.astuple(row), _checksum(row)] for row in sorted(rows))
+        csv.writer(file, lineterminator="\n").writerows([Row._fields, *sorted(rows)])
 
 
 def read_version() -> str:
