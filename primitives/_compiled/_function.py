@@ -249,6 +249,10 @@ class CompiledFunction(Generic[_P, _R]):
         if any(isinstance(x, Iterator) for x in Leaves.of((args, kwargs), "", ARGUMENTS).values):
             raise _unhashable(self.__wrapped__, args, kwargs)  # type: ignore[attr-defined] - set by update_wrapper
         with compiling():
+            # Another thread was first, or had lent what is reached to its trace.
+            for site in self._sites.get(key, ()):
+                if (found := site.now(tensors)) is not None:
+                    return site.run(found)
             site = _Site(self, args, kwargs)
             found = site.now(tensors)
             if found is None:

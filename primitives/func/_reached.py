@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch._C._dynamo.guards import dict_version
 
 from primitives._core.errors import LeafError
+from primitives.tracing._torch_private import FunctionalTensor
 
 
 class _Place(NamedTuple):
@@ -175,7 +176,7 @@ class Reached:
         registered = self._registered_now()
         found = [place.get() for place in self.places]
         for x in found:
-            if not isinstance(x, torch.Tensor):
+            if not _is_at_home(x):
                 return None
         return None if registered is None else found + registered
 
@@ -197,7 +198,7 @@ class Reached:
             first, *others = (getattr(owner, registry).get(name) for owner, registry, name in places)
             if any(x is not first for x in others):
                 return None
-        if not all(isinstance(x, torch.Tensor) for x in found):
+        if not all(map(_is_at_home, found)):
             return None
         # Another thread may lend them meanwhile.
         if now == [*map(dict_version, map(vars, self.owners))]:
@@ -250,6 +251,11 @@ class Reached:
 
 # Values of globals that a function reads and that may be exchanged; modules of Python and classes are not followed.
 _LINKED = (torch.nn.Module, types.FunctionType, functools.partial, list, tuple, dict, int, float, str, type(None))
+
+
+def _is_at_home(x: Any) -> bool:
+    """Whether it is a tensor, and not what another thread traces with in its place."""
+    return isinstance(x, torch.Tensor) and not isinstance(x, FunctionalTensor)
 
 
 def _serves(x: Any, y: Any) -> bool:

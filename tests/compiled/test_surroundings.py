@@ -67,12 +67,13 @@ def test_copies():
 def test_threads_and_processes():
     net, found = mlp(), {}
     compiled = plainly(lambda x: net(x).sum())
-    threads = [threading.Thread(target=lambda n=n: found.setdefault(n, compiled(X[:n]))) for n in range(1, 7)]
+    threads = [threading.Thread(target=lambda n=n: found.setdefault(n, compiled(X[:n]))) for n in (1, 2, 3) * 2]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    same([found[n] for n in range(1, 7)], [net(X[:n]).sum() for n in range(1, 7)])
+    same([found[n] for n in (1, 2, 3)], [net(X[:n]).sum() for n in (1, 2, 3)])
+    assert len(compiled.settings.programs) == 3
     if hasattr(os, "fork"):
         child = os.fork()
         if child == 0:
@@ -80,6 +81,27 @@ def test_threads_and_processes():
             torch.set_num_threads(1)
             os._exit(0 if torch.allclose(compiled(X), net(X).sum()) else 1)
         assert os.waitpid(child, 0)[1] == 0
+
+
+def test_a_call_waits_for_a_thread_that_traces_with_its_module():
+    net, inside, done, found = mlp(), threading.Event(), threading.Event(), []
+    known = plainly(net)
+    known(X)
+
+    def slowly(x):
+        inside.set()
+        done.wait(20)
+        return net(x)
+
+    threads = [threading.Thread(target=lambda f=f: found.append(f(X))) for f in (plainly(slowly), known)]
+    for thread in threads:
+        thread.start()
+        inside.wait(20)
+    threads[1].join(0.2)
+    done.set()
+    for thread in threads:
+        thread.join()
+    same(found, [net(X)] * 2)
 
 
 def test_a_long_first_call_is_not_silent(monkeypatch, caplog):
