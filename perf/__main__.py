@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-DOCS = Path(__file__).resolve().parent.parent / "docs" / "perf"
+from perf.pages import DOCS
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -40,7 +40,7 @@ def _parser() -> argparse.ArgumentParser:
     command(_run)
     add = command(_report)
     add("results", nargs="+", type=Path, help="result files, of one device each")
-    add("--out", type=Path, default=DOCS, help="directory (default: docs/perf)")
+    add("--out", type=Path, default=DOCS / "perf", help="directory (default: docs/perf)")
     add = command(_compare)
     add("before", type=Path)
     add("after", type=Path)
@@ -123,14 +123,15 @@ def _compare(options: argparse.Namespace) -> int:
 def _compile(options: argparse.Namespace) -> int:
     """Training steps with derivatives in the loss, compiled; takes a quarter of an hour."""
     from perf import compiled_steps
+    from perf.pages import line
 
     found = []
     for each in compiled_steps.results(options.only, options.device):
         found.append(each)
-        print("\n".join([*compiled_steps.lines([each])][2:3]), flush=True)
-    print("\n".join([*compiled_steps.lines(found)][len(found) + 2 :]))
+        print(line(compiled_steps.cells(each, each["ms"])), flush=True)
+    print("\n".join(compiled_steps.means(found)))
     if options.write:
-        compiled_steps.write(found, DOCS, options.device)
+        compiled_steps.write(found, DOCS / "perf", options.device)
     return 0
 
 

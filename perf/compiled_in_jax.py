@@ -1,8 +1,7 @@
-"""The first six steps of `perf/compiled_losses.py` in JAX, an optional package."""
+"""Losses of `perf/compiled_losses.py` in JAX, an optional package, by the same names."""
 
 from __future__ import annotations
 
-import itertools
 import os
 from typing import Any
 
@@ -14,30 +13,32 @@ from collections.abc import Callable, Sequence
 
 import jax  # type: ignore[import-not-found]
 import jax.numpy as jnp  # type: ignore[import-not-found]
+from torch import nn
 
-from perf.compiled_losses import CASES
+from perf.compiled_losses import Case
 
 __all__ = ["jax_step"]
 
 
-def init(sizes: Sequence[int], *, norm: bool) -> list[tuple[Any, ...]]:
-    key, params = jax.random.PRNGKey(0), []
-    for k, (i, o) in enumerate(itertools.pairwise(sizes)):
-        key, use = jax.random.split(key)
-        scale = [jnp.ones(o), jnp.zeros(o)] if norm and k < len(sizes) - 2 else []
-        params.append((jax.random.uniform(use, (i, o), minval=-1, maxval=1) / i**0.5, jnp.zeros(o), *scale))
-    return params
+ACTIVATIONS = {"Tanh": jnp.tanh, "SiLU": jax.nn.silu}
 
 
-def net(params: list[tuple[Any, ...]], x: Any, act: Any) -> Any:
-    for w, b, *norm in params[:-1]:
-        x = x @ w + b
-        if norm:
+def values_of(layer: nn.Module) -> tuple[Any, ...]:
+    """The parameters of a layer of torch; a matrix lies as JAX multiplies by it."""
+    return tuple(jnp.asarray(p.detach().numpy().T) for p in layer.parameters())
+
+
+def net(layers: Sequence[nn.Module], params: list[tuple[Any, ...]], x: Any) -> Any:
+    """A network of torch that is a chain of linear layers, layer norms and activations."""
+    for layer, values in zip(layers, params, strict=True):
+        if isinstance(layer, nn.Linear):
+            x = x @ values[0] + values[1]
+        elif values:
             c = x - x.mean(-1, keepdims=True)
-            x = c * jax.lax.rsqrt((c**2).mean(-1, keepdims=True) + 1e-5) * norm[0] + norm[1]
-        x = act(x)
-    w, b = params[-1][:2]
-    return x @ w + b
+            x = c * jax.lax.rsqrt((c**2).mean(-1, keepdims=True) + 1e-5) * values[0] + values[1]
+        else:
+            x = ACTIVATIONS[type(layer).__name__](x)
+    return x
 
 
 def burgers_reverse(f: Any, xt: Any) -> Any:
@@ -78,26 +79,18 @@ def laplacian(f: Any, x: Any) -> Any:
     return ((jnp.trace(hessian, axis1=1, axis2=2) - 1) ** 2).mean()
 
 
-# By the place of the step in `CASES`: loss, sizes of the network, whether it has norms, and its activation.
-STEPS: tuple[tuple[Any, Sequence[int], bool, Any], ...] = (
-    (burgers_reverse, [2, 32, 32, 32, 32, 1], False, jnp.tanh),
-    (burgers_forward, [2, 32, 32, 32, 32, 1], False, jnp.tanh),
-    (burgers_reverse, [2, 64, 64, 64, 64, 1], False, jnp.tanh),
-    (penalty, [64, 128, 128, 128, 1], True, jax.nn.silu),
-    (forces, [3, 32, 32, 1], False, jax.nn.silu),
-    (laplacian, [3, 32, 32, 1], False, jnp.tanh),
-)
+LOSSES = (burgers_reverse, burgers_forward, penalty, forces, laplacian)
 
 
-def jax_step(name: str, device: str) -> Callable[[], Any] | None:
-    """The step of this name: loss and gradients of all weights; None where nobody wrote it in JAX."""
-    written = {case.name: (case.shape, *step) for case, step in zip(CASES, STEPS, strict=False)}
-    if name not in written:
+def jax_step(case: Case, device: str) -> Callable[[], Any] | None:
+    """The step of a case: loss and gradients of all weights; None where nobody wrote it in JAX."""
+    loss = next((loss for loss in LOSSES if loss.__name__ == case.loss.__name__), None)
+    if loss is None:
         return None
-    shape, loss, sizes, norm, act = written[name]
     # Products as exact as torch's.
     jax.config.update("jax_default_matmul_precision", "highest")
     jax.config.update("jax_default_device", jax.devices(device)[0])
-    params, x = init(sizes, norm=norm), jax.random.uniform(jax.random.PRNGKey(1), shape)
-    run = jax.jit(jax.value_and_grad(lambda p, x: loss(lambda z: net(p, z, act), x)))
+    layers = [*case.net().children()]
+    params, x = list(map(values_of, layers)), jax.random.uniform(jax.random.PRNGKey(1), case.shape)
+    run = jax.jit(jax.value_and_grad(lambda p, x: loss(lambda z: net(layers, p, z), x)))
     return lambda: jax.block_until_ready(run(params, x))

@@ -12,8 +12,8 @@ import contextlib
 import functools
 import importlib.util
 import json
-import math
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -28,10 +28,12 @@ from torch.utils import _pytree as pytree
 
 import primitives as pr
 from perf.compiled_losses import CASES, Case
+from perf.measuring import in_turns, once
 from perf.memory import peak
+from perf.pages import table
 from primitives.tracing._torch_private import bottom
 
-__all__ = ["CASES", "Case", "first_call", "lines", "measure", "results", "saved", "steps", "write"]
+__all__ = ["CASES", "Case", "cells", "first_call", "means", "measure", "results", "steps", "write"]
 
 CONTESTANTS = ("eager", "ours", "torch.compile", "jax.jit")
 # On a GPU the launches of small steps take longer than the kernels: Inductor's mode that repeats them as CUDA graphs.
@@ -45,18 +47,6 @@ def _step(params: Sequence[nn.Parameter], loss: Callable[[Tensor], Tensor], x: T
     value = loss(x)
     value.backward()
     return [value, *(p.grad for p in params if p.grad is not None)]
-
-
-def least(functions: dict[str, Callable[[], Any]], seconds: float, wait: Callable[[], Any]) -> dict[str, float]:
-    """The least milliseconds of each, called in turns; `wait` is for what a call has begun."""
-    best, end = dict.fromkeys(functions, math.inf), time.perf_counter() + seconds
-    while time.perf_counter() < end:
-        for name, run in functions.items():
-            start = time.perf_counter()
-            run()
-            wait()
-            best[name] = min(best[name], 1e3 * (time.perf_counter() - start))
-    return best
 
 
 def steps(case: Case, device: str = "cpu") -> dict[str, Callable[[], Any]]:
@@ -73,7 +63,7 @@ def steps(case: Case, device: str = "cpu") -> dict[str, Callable[[], Any]]:
     if importlib.util.find_spec("jax") is not None:
         from perf.compiled_in_jax import jax_step
 
-        found["jax.jit"] = jax_step(case.name, device)
+        found["jax.jit"] = jax_step(case, device)
     return {name: step for name, step in found.items() if step is not None}
 
 
@@ -133,7 +123,8 @@ def measure(case: Case, device: str, seconds: float = 3.0) -> dict[str, Any]:
         except Exception as error:
             failed.append(f"{name}: {type(error).__name__}: {str(error).strip().splitlines()[0][:70]}")
             del runs[name]
-    times, plain = least(runs, seconds, torch.cuda.synchronize if device == "cuda" else lambda: None), {}
+    taken, plain = in_turns({name: functools.partial(once, run) for name, run in runs.items()}, seconds), {}
+    times = {name: 1e3 * min(found) for name, found in taken.items()}
     if device == "cuda":
         return {"case": case.name, "ms": times, "failed": failed, "difference": difference}
     if case.plain is not None:
@@ -155,36 +146,45 @@ def contestants(results: Iterable[dict[str, Any]]) -> list[str]:
     return [name for each in CONTESTANTS for name in (each, each + GRAPHS) if name in timed]
 
 
-def lines(results: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Times, one line for each step; on the CPU first calls and memory; and the geometric means."""
+def cells(found: dict[str, Any], names: Iterable[str]) -> list[str]:
+    """The row of a step: its times, by these contestants, and how far off ours is."""
+    ms = found["ms"]
+    times = [f"{ms[name]:.2f}" if name in ms else "-" for name in names]
+    return [found["case"], *times, f"{ms['ours'] / ms['eager']:.2f}", f"{found['difference']:.0e}"]
+
+
+def _besides(found: dict[str, Any]) -> list[str]:
+    """The row of a step: its first calls, and memory."""
+    first = found["first"]
+    seconds = " / ".join(f"{first[name]:.1f}" if name in first else "-" for name in CONTESTANTS[1:])
+    kinds = [" / ".join(f"{n / 1e3:.0f}" for n in found[kind].values()) for kind in ("saved", "peak")]
+    return [found["case"], seconds, f"{first['ours again']:.1f}", *kinds]
+
+
+def means(results: Iterable[dict[str, Any]]) -> Iterator[str]:
+    """What ours takes of others' times and bytes, in the geometric mean and at most."""
     ratios: dict[str, list[float]] = {}
-    besides = ["", "| step | first call, s | again, s | saved, kB | peak, kB |", "|" + 5 * "---|"]
-    names = contestants(results)
-    heads = ("step", "eager, ms", *names[1:], "ours / eager", "difference")
-    yield f"| {' | '.join(heads)} |"
-    yield "|" + len(heads) * "---|"
     for found in results:
-        ms, difference = found["ms"], f"{found['difference']:.0e}"
-        ratio = f"{ms['ours'] / ms['eager']:.2f}"
-        cells = [f"{ms[name]:.2f}" if name in ms else "-" for name in names]
-        yield f"| {' | '.join([found['case'], *cells, ratio, difference])} |"
-        for name in ms:
-            ratios.setdefault(name, []).append(ms["ours"] / ms[name])
-        if "first" not in found:
-            continue
-        first = dict(found["first"])
-        for name in first.keys() & {"torch.compile"}:
-            ratios.setdefault(f"{name}, first calls", []).append(first["ours"] / first[name])
-        ratios.setdefault("eager, saved bytes", []).append(found["saved"]["ours"] / found["saved"]["eager"])
-        again = f"{first.pop('ours again'):.1f}"
-        seconds = " / ".join(f"{first[name]:.1f}" if name in first else "-" for name in CONTESTANTS[1:])
-        bytes_ = [" / ".join(f"{n / 1e3:.0f}" for n in found[kind].values()) for kind in ("saved", "peak")]
-        besides.append(f"| {' | '.join([found['case'], seconds, again, *bytes_])} |")
-    yield from (*(besides if besides[3:] else []), "")
-    for name, values in ratios.items():
-        if name != "ours":
-            mean = math.exp(sum(map(math.log, values)) / len(values))
-            yield f"- ours / {name}: {mean:.2f} in the geometric mean of {len(values)}, {max(values):.2f} at most"
+        first, kept = (found.get(kind, {}) for kind in ("first", "saved"))
+        pairs = {name: (found["ms"], name) for name in found["ms"] if name != "ours"}
+        pairs |= {f"{name}, first calls": (first, name) for name in first if name == "torch.compile"}
+        pairs |= {"eager, saved bytes": (kept, "eager")} if kept else {}
+        for what, (of, name) in pairs.items():
+            ratios.setdefault(what, []).append(of["ours"] / of[name])
+    for what, values in ratios.items():
+        mean = statistics.geometric_mean(values)
+        yield f"- ours / {what}: {mean:.2f} in the geometric mean of {len(values)}, {max(values):.2f} at most"
+
+
+def tables(results: Sequence[dict[str, Any]]) -> str:
+    """Times, one line for each step; on the CPU first calls and memory; and the means."""
+    names = contestants(results)
+    heads = ["step", "eager, ms", *names[1:], "ours / eager", "difference"]
+    parts = [table(heads, (cells(found, names) for found in results))]
+    if any("first" in found for found in results):
+        heads = ["step", "first call, s", "again, s", "saved, kB", "peak, kB"]
+        parts.append(table(heads, map(_besides, results)))
+    return "\n\n".join([*parts, "\n".join(means(results))])
 
 
 def results(only: Sequence[str] = (), device: str = "cpu") -> Iterator[dict[str, Any]]:
@@ -219,7 +219,7 @@ def write(found: Sequence[dict[str, Any]], folder: Path, device: str = "cpu") ->
     axes.legend(ncols=2, loc="lower center", bbox_to_anchor=(0.35, 1), frameon=False)
     figure.tight_layout()
     name, text = ("compile", _PAGE) if device == "cpu" else ("compile_gpu", _GPU_PAGE)
-    values = {"table": "\n".join(lines(found)), "gpu": device == "cuda" and torch.cuda.get_device_name()}
+    values = {"table": tables(found), "gpu": device == "cuda" and torch.cuda.get_device_name()}
     figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
     (folder / f"{name}.json").write_text(json.dumps(list(found), indent=1) + "\n", encoding="utf-8")
     (folder / f"{name}.md").write_text(text.format(**values, name=name), encoding="utf-8")

@@ -5,9 +5,8 @@ Run: `python -m perf.derivatives_page > docs/reference/torch_derivatives.md`, af
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from perf.operator_calls import ELEMENTS
+from perf.pages import alike, table
 from perf.torch_derivatives import counts
 from primitives._audit.nestings import plain
 from primitives._audit.table import MAX_ORDER, read_table, tabled_version
@@ -19,15 +18,11 @@ test samples reach, differentiates it on the CPU in float64 by every nesting of 
 order 2, eight at order {order}, and compares with central differences of the order below. A call that is differentiated
 must also have the values of a plain one.
 
-| | operators | silently wrong to order 3 | raise to order 2 | raise to order 3 |
-|---|---|---|---|---|
 {counts}
 
 Torch has {right} operators right, and `primitives.repair_torch()` leaves them alone. The others, in how many nestings
 they are silently **wrong** or raise:
 
-| torch's operators | order 1 | order 2 | order 3 |
-|---|---|---|---|
 {rows}
 
 "Under vmap" means that the inner derivative is, as in `torch.func.hessian`, `jacfwd` and `jacrev`, "by forward_ad" that
@@ -49,6 +44,7 @@ norm's does, and a group norm in channels_last with a frozen input ends torch's 
 Written by `python -m perf.derivatives_page > docs/reference/torch_derivatives.md`.
 """
 
+COUNTED = ("", "operators", "silently wrong to order 3", "raise to order 2", "raise to order 3")
 # Why an operator is not right in every nesting with the repair on, too.
 REASONS = {
     "aten.lift_fresh.default": (
@@ -79,21 +75,15 @@ def _cell(row: dict[str, str], order: int) -> str:
     return ", ".join(found) or "right"
 
 
-def _lines(rows: list[dict[str, str]]) -> Iterator[str]:
-    """Operators that fail alike share a line."""
-    lines: dict[str, list[str]] = {}
-    for row in rows:
-        name, _, special = row["operator"].partition(" ")
-        base, overload = name.split(".")[1:]
-        name = base if overload == "default" else f"{base}.{overload}"
-        cells = " | ".join(_cell(row, order) for order in range(1, MAX_ORDER + 1))
-        lines.setdefault(cells, []).append(f"`{name}`{f' {special}' if special else ''}")
-    yield from (f"| {', '.join(names)} | {cells} |" for cells, names in lines.items())
+def _name(row: dict[str, str]) -> str:
+    name, _, special = row["operator"].partition(" ")
+    base, overload = name.split(".")[1:]
+    return f"`{base if overload == 'default' else f'{base}.{overload}'}`{f' {special}' if special else ''}"
 
 
 def page() -> str:
     """The page, in Markdown."""
-    rows = read_table()
+    rows, orders = read_table(), range(1, MAX_ORDER + 1)
     shown = [row for row in rows if row["wrong"] or row["raises"]]
     left = [row["operator"] for row in rows if row["repaired_wrong"] or row["repaired_raises"]]
     reasons = "".join(f"- `{name.split('.')[1]}`: {REASONS[name]}\n" for name in left)
@@ -102,8 +92,11 @@ def page() -> str:
         order=MAX_ORDER,
         elements=ELEMENTS,
         right=len(rows) - len(shown),
-        counts="\n".join(f"| {who} | {' | '.join(map(str, numbers))} |" for who, *numbers in counts(rows)),
-        rows="\n".join(_lines(shown)),
+        counts=table(COUNTED, (map(str, row) for row in counts(rows))),
+        rows=table(
+            ["torch's operators", *(f"order {order}" for order in orders)],
+            alike([_name(row), *(_cell(row, order) for order in orders)] for row in shown),
+        ),
         reasons=reasons,
     )
 

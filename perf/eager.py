@@ -5,10 +5,9 @@ Run: `python -m perf eager`. Operators that the repair leaves alone, as softmax,
 
 from __future__ import annotations
 
-import functools
 import statistics
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +15,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import primitives as pr
+from perf.measuring import in_turns, timer
 from perf.models import ConvNet, VisionTransformer
+from perf.pages import line, table
 
 # The ratio that each line may have, but for the last column: an operation's, a whole training step's, and that of one
 # with `create_graph=True`.
@@ -80,60 +81,59 @@ def _penalty(space: Any) -> Callable[[], None]:
     return step
 
 
-def _times(runs: dict[str, Callable[[], Any]]) -> dict[str, float]:
-    """Seconds of one call in each column: the median of what blocks of short bursts, by turns, have for the least.
+def _sampler(column: str, run: Callable[[], Any]) -> Callable[[], float]:
+    """What takes the least seconds of a call in a block of short bursts.
 
-    They are of this thread, since others may share the machine. The switch comes before a block, and is as much work as
-    thousands of calls: the first bursts after it take longer.
+    The switch comes before a block, and is as much work as thousands of calls: the first bursts after it take longer.
     """
-    ones = torch.ones(1)
-    found: dict[str, list[float]] = {column: [] for column in runs}
-    for _ in range(BLOCKS):
-        for column, run in runs.items():
-            switch = pr.repair_torch() if column in (REPAIRED, AFTER_A_JVP) else None
-            if column == AFTER_A_JVP:
-                torch.func.jvp(torch.sin, (ones,), (ones,))
-            count = max(1, int(BURST_SECONDS / min(_burst(run, 1) for _ in range(BURSTS))))
-            found[column].append(min(_burst(run, count) for _ in range(BURSTS)))
-            if switch is not None:
-                switch.undo()
-    return {column: statistics.median(seconds) for column, seconds in found.items()}
+    ones, clock = torch.ones(1), timer(run)
+
+    def least() -> float:
+        switch = pr.repair_torch() if column in (REPAIRED, AFTER_A_JVP) else None
+        if column == AFTER_A_JVP:
+            torch.func.jvp(torch.sin, (ones,), (ones,))
+        count = max(1, int(BURST_SECONDS / min(clock.timeit(1).mean for _ in range(BURSTS))))
+        seconds = min(clock.timeit(count).mean for _ in range(BURSTS))
+        if switch is not None:
+            switch.undo()
+        return seconds
+
+    return least
 
 
-def _burst(run: Callable[[], Any], count: int) -> float:
-    start = time.thread_time()
-    for _ in range(count):
-        run()
-    return (time.thread_time() - start) / count
+def _times(make: Callable[[Any], Callable[[], Any]], columns: Sequence[str] = COLUMNS) -> dict[str, float]:
+    """Seconds of one call in each column, of what is made from torch's modules or from this package's."""
+    runs = {column: make(pr.nn if column == PRIMITIVES else nn) for column in columns}
+    blocks = in_turns({column: _sampler(column, run) for column, run in runs.items()}, 0.0, BLOCKS)
+    return {column: statistics.median(seconds) for column, seconds in blocks.items()}
 
 
 def measure() -> Iterator[tuple[str, float, dict[str, float]]]:
     """Lines: a name, the bound, and the seconds by column."""
     torch.manual_seed(0)
     # Torch before any repair, after which recorded backward passes of norms stay repaired.
-    runs = {column: _penalty(pr.nn if column == PRIMITIVES else nn) for column in COLUMNS}
-    times = _times({TORCH: runs.pop(TORCH)})
-    yield "gradient penalty of a network with LayerNorm", PENALTY_BOUND, times | _times(runs)
+    times = _times(_penalty, COLUMNS[:1]) | _times(_penalty, COLUMNS[1:])
+    yield "gradient penalty of a network with LayerNorm", PENALTY_BOUND, times
     for name, (x, make) in _operations().items():
-        modules = {column: make(pr.nn if column == PRIMITIVES else nn) for column in COLUMNS}
-        runs = {column: functools.partial(module, x.requires_grad_()) for column, module in modules.items()}
-        yield f"{name}, forward", OPERATION_BOUND, _times(runs)
-        runs = {column: _with_backward(module, x) for column, module in modules.items()}
-        yield f"{name}, with backward", OPERATION_BOUND, _times(runs)
+        x.requires_grad_()
+        yield f"{name}, forward", OPERATION_BOUND, _times(lambda space, x=x, make=make: partial(make(space), x))
+        both = _times(lambda space, x=x, make=make: _with_backward(make(space), x))
+        yield f"{name}, with backward", OPERATION_BOUND, both
     for model in (ConvNet, VisionTransformer):
-        runs = {c: _step(pr.nn.convert(model()) if c == PRIMITIVES else model()) for c in COLUMNS}
-        yield f"{model.__name__} of the demo, training step", STEP_BOUND, _times(runs)
+        times = _times(lambda space, model=model: _step(model() if space is nn else pr.nn.convert(model())))
+        yield f"{model.__name__} of the demo, training step", STEP_BOUND, times
 
 
 def main() -> int:
     """Print the table, and return 1 if a bound is missed."""
     torch.set_num_threads(1)
     missed = 0
-    print(f"| {'us':48} | torch |" + "".join(f" {column} | ratio |" for column in COLUMNS[1:]) + " bound |")
-    print("|---" * (2 * len(COLUMNS) + 1) + "|")
+    print(table([f"{'us':48}", TORCH, *(head for column in COLUMNS[1:] for head in (column, "ratio")), "bound"], []))
     for name, bound, seconds in measure():
         ratios = {column: seconds[column] / seconds[TORCH] for column in COLUMNS[1:]}
         missed += max(ratios[PRIMITIVES], ratios[REPAIRED]) > bound
-        figures = "".join(f" {1e6 * seconds[column]:.4g} | {ratio:.2f} |" for column, ratio in ratios.items())
-        print(f"| {name:48} | {1e6 * seconds[TORCH]:.4g} |{figures} {bound} |", flush=True)
+        figures = [
+            cell for column, ratio in ratios.items() for cell in (f"{1e6 * seconds[column]:.4g}", f"{ratio:.2f}")
+        ]
+        print(line([f"{name:48}", f"{1e6 * seconds[TORCH]:.4g}", *figures, str(bound)]), flush=True)
     return int(missed > 0)

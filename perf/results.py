@@ -14,7 +14,7 @@ import platform
 import re
 import statistics
 import subprocess
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
@@ -22,11 +22,11 @@ from typing import Any
 
 import torch
 
+from perf.pages import DOCS, table
 from perf.workloads import EAGER, OURS
 
 Row = dict[str, Any]
 
-ROOT = Path(__file__).resolve().parents[1]
 SCHEMA = 5
 # Their versions change what is measured.
 PACKAGES = ("torch", "triton", "optree", "liger-kernel", "flash-attn", "apex")
@@ -63,8 +63,9 @@ def load(path: Path) -> dict[str, Any]:
 
 def _revision() -> str:
     # A package that was installed into some other repository has no revision of its own.
-    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
-    return subprocess.check_output(command, text=True).strip() if (ROOT / ".git").exists() else ""
+    root = DOCS.parent
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    return subprocess.check_output(command, text=True).strip() if (root / ".git").exists() else ""
 
 
 def _processor() -> str:
@@ -143,42 +144,38 @@ def _page(result: dict[str, Any]) -> Iterator[str]:
     cells: dict[str, dict[tuple[str, str], Row]] = {}
     for row in result["rows"]:
         cells.setdefault(row["provider"], {})[row["workload"], row["mode"]] = row
-    ours = cells.get(OURS, {})
+    ours = cells.pop(OURS, {})
     # A CPU is shared: only what was taken in turns means something. The data have the rest.
     if any("device_us" in row for row in ours.values()):
         yield "\n## Times\n\nMicroseconds, and the share of the speed of a copy, or the speed of matrix products.\n"
-        yield from _table(ours, lambda key: _time(ours[key]))
+        yield _table({key: _time(row) for key, row in ours.items()})
     for name, theirs in cells.items():
-        if name != OURS:
-            yield f"\n## Beside {name}\n\nTimes as fast as {name}; the last line has geometric means.\n"
-            yield from _table(theirs, lambda key, theirs=theirs: _beside(ours.get(key), theirs[key]))
+        yield f"\n## Beside {name}\n\nTimes as fast as {name}; the last line has geometric means.\n"
+        yield _table({key: _beside(ours.get(key), row) for key, row in theirs.items()})
     said: dict[tuple[str, str], list[str]] = {}
     for row in result["rows"]:
         if row["status"] != "ok":
             said.setdefault((row["provider"], row["message"]), []).append(f"{row['workload']}: {row['mode']}")
     if said:
-        yield "\n## Wrong, or beyond others\n\n| provider | message | cases | first |\n|---|---|---|---|"
-    for (name, message), cases in said.items():
-        text = message.replace("|", "\\|")
-        yield f"| {name} | {text} | {len(cases)} | {cases[0]} |"
+        yield "\n## Wrong, or beyond others\n"
+        rows = ([who, text.replace("|", "\\|"), str(len(found)), found[0]] for (who, text), found in said.items())
+        yield table(["provider", "message", "cases", "first"], rows)
 
 
-def _table(keys: Iterable[tuple[str, str]], cell: Any) -> Iterator[str]:
+def _table(cells: Mapping[tuple[str, str], float | str]) -> str:
     """A line for each workload, a column for each mode, and the means of columns of numbers."""
-    keys = list(keys)
-    modes = list(dict.fromkeys(mode for _, mode in keys))
-    yield f"| workload | {' | '.join(mode.replace('_', ' ') for mode in modes)} |\n|{'---|' * (1 + len(modes))}"
-    numbers: dict[str, list[float]] = {}
-    for workload in dict.fromkeys(workload for workload, _ in keys):
-        found = {mode: cell((workload, mode)) for mode in modes if (workload, mode) in keys}
-        for mode, value in found.items():
-            if isinstance(value, float):
-                numbers.setdefault(mode, []).append(value)
-        texts = (f"{value:.2f}" if isinstance(value, float) else value for value in (found.get(m, "") for m in modes))
-        yield f"| {workload} | {' | '.join(texts)} |"
-    if numbers:
-        means = (f"{statistics.geometric_mean(numbers[mode]):.2f}" if mode in numbers else "" for mode in modes)
-        yield f"| **mean** | {' | '.join(means)} |"
+    workloads, modes = (dict.fromkeys(key[place] for key in cells) for place in (0, 1))
+
+    def text(value: float | str) -> str:
+        return value if isinstance(value, str) else f"{value:.2f}"
+
+    rows = [[name, *(text(cells.get((name, mode), "")) for mode in modes)] for name in workloads]
+    numbers = {m: [x for (_, mode), x in cells.items() if mode == m and isinstance(x, float)] for m in modes}
+    if any(numbers.values()):
+        rows.append(
+            ["**mean**", *(text(statistics.geometric_mean(found) if found else "") for found in numbers.values())]
+        )
+    return table(["workload", *(mode.replace("_", " ") for mode in modes)], rows)
 
 
 def _time(row: Row) -> str:

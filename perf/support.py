@@ -8,20 +8,17 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from perf.ops import CASES
 from perf.ops.record import Op
 from perf.ops.samples import DTYPES
+from perf.pages import DOCS, alike, table
 from primitives.__main__ import public_functions
-from primitives._core import Primitive, registered_primitives
+from primitives._core import Primitive
 
-ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "reference" / "support.md"
+PAGE = DOCS / "reference" / "support.md"
 
 TEXT = """# Supported calls
 
@@ -46,54 +43,15 @@ derivatives from the third order on. Second derivatives are `jvp(grad)`, `grad(j
 """
 
 
-class _Calls(TorchDispatchMode):
-    """The primitives that are called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ops: dict[Primitive, None] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if (op := registered_primitives().get(func._schema.name)) is not None:
-            self.ops[op] = None
-        return func(*args, **(kwargs or {}))
-
-
-def _second_order(case: Op) -> list[Primitive]:
-    """What serves a Hessian-vector product beside the operators of first order."""
-    inputs = case.inputs(case.small, torch.float64, torch.device("cpu"))
-    function, x = case.of(["x"], inputs, case.small), inputs["x"]
-    if x is None or not case.bwd.has_rule("jvp"):
-        return []
-    with _Calls() as calls:
-        torch.func.jvp(torch.func.grad(lambda x: function(x).pow(3).sum()), (x,), (x.sin(),))
-    return [op for op in calls.ops if op not in case.first_order] or [case.forward]
+def _second_order(case: Op) -> tuple[Primitive, ...]:
+    """What serves a Hessian-vector product: operators of its own, or those of first order, of which it is composed."""
+    return case.second_order or case.first_order if case.bwd.has_rule("jvp") else ()
 
 
 def _kernels(ops: Sequence[Primitive]) -> str:
     found = [op.rules.kernels for op in ops]
     letters = [letter for letter, device in (("T", "cuda"), ("A", "cpu")) if found and all(device in k for k in found)]
     return " ".join(letters if len(letters) == 2 else [*letters, "R"])
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def _alike(rows: Sequence[Sequence[str]]) -> list[list[str]]:
-    """The rows, in which operations that are alike share one."""
-    names: dict[tuple[str, ...], list[str]] = {}
-    for name, *cells in rows:
-        names.setdefault(tuple(cells), []).append(name)
-    return [[", ".join(found), *cells] for cells, found in names.items()]
-
-
-def _same_or_each(what: str, of: dict[str, str]) -> str:
-    """The common values, said once; of those that differ, each."""
-    first = max(of.values(), key=list(of.values()).count)
-    others = "; ".join(f"{name} {value}" for name, value in of.items() if value != first)
-    return f"{what} {first}{' but ' + others if others else ''}"
 
 
 def _differentiated(case: Op) -> list[str]:
@@ -110,13 +68,12 @@ def _differentiated(case: Op) -> list[str]:
 
 def page() -> str:
     """docs/reference/support.md."""
-    kernels, arguments, cast, dtypes, layouts = [], [], [], {}, set()
+    kernels, arguments, cast, layouts = [], [], [], set()
     for case in CASES:
         kind = case.name.replace(case.public, "").strip("_")
         name = f"`{case.public}` {kind}".strip()
         kernels.append([name, *map(_kernels, ([case.forward], [case.bwd, case.jvp], _second_order(case)))])
         cast += [name] * case.forward.has_rule("AutocastCUDA")
-        dtypes[name] = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
         samples = [*case.samples, *case.large]
         layouts |= {sample.layout for sample in samples}
         mixed = "yes" if any(sample.mixed for sample in samples) else ""
@@ -129,16 +86,17 @@ def page() -> str:
         "`torch.compile` has the Triton kernels in graphs of CUDA tensors of fixed sizes; in others each primitive is "
         "one operator."
     )
+    dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
     text = (
-        f"{_same_or_each('All take', dtypes)}, and any strides. `tests/test_records.py` compares values and "
+        f"All take {dtypes}, and any strides. `tests/test_records.py` compares values and "
         f"derivatives of two orders on every backend, in the layouts of each record: {', '.join(sorted(layouts))}."
     )
     head = ["operations", "derivatives in", "may be absent", "float32 beside half"]
     return TEXT.format(
-        kernels=_table(["operations", "value", "first derivatives", "second derivatives"], _alike(kernels)),
+        kernels=table(["operations", "value", "first derivatives", "second derivatives"], alike(kernels)),
         notes=textwrap.fill(notes, 128, break_on_hyphens=False),
         layouts=textwrap.fill(text, 128, break_on_hyphens=False),
-        arguments=_table(head, _alike(arguments)),
+        arguments=table(head, alike(arguments)),
     )
 
 

@@ -13,7 +13,6 @@ import importlib
 import math
 import os
 import statistics
-import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -23,11 +22,11 @@ import torch._functorch.config as functorch_config
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-from torch.utils import benchmark
 
 import primitives as pr
 from perf.calls import EPS
 from perf.conftest import providers_of
+from perf.measuring import in_turns, timer
 from perf.ops.workload import Workload
 from perf.steps import TOLERANCES, errors, make_sample, make_step
 from perf.workloads import COMPILED, EAGER, FLEX, LIBRARIES, ONLY_OP, OURS, SDPA_BACKENDS, TUNED
@@ -77,15 +76,10 @@ def compiler_of(name: str) -> Callable[[Function], Function]:
 
 
 def samplers(step: Step, device: torch.device) -> dict[str, Callable[[], float]]:
-    """What takes one sample of the microseconds of a step: as a user calls it, and on a GPU with caches emptied.
-
-    On one thread it is processor time, which other processes on the machine take no part of.
-    """
-    threads = torch.get_num_threads()
-    clock = time.process_time if device.type == "cpu" and threads == 1 else benchmark.timer
-    timer = benchmark.Timer("step()", globals={"step": step}, timer=clock, num_threads=threads)
-    number = max(1, int(SAMPLE_SECONDS / timer.timeit(2).mean))
-    found: dict[str, Callable[[], float]] = {"call_us": lambda: 1e6 * timer.timeit(number).mean}
+    """What takes one sample of the microseconds of a step: as a user calls it, and on a GPU with caches emptied."""
+    clock = timer(step, device)
+    number = max(1, int(SAMPLE_SECONDS / clock.timeit(2).mean))
+    found: dict[str, Callable[[], float]] = {"call_us": lambda: 1e6 * clock.timeit(number).mean}
     if device.type == "cuda":
         from triton.testing import do_bench
 
@@ -106,17 +100,19 @@ def measure(
 
     It fails if this package is wrong or raises; a peer may.
     """
-    timers = {}
+    steps = {}
     for name, step in _right(rows, make, judge).items():
         with _laid_at(rows[name]):
-            timers[name] = samplers(step, device)
+            steps[name] = samplers(step, device)
     if copied_bytes:
         source, target = (torch.ones(copied_bytes // 8, device=device) for _ in range(2))
-        timers[COPY] = samplers(lambda: target.copy_(source), device)
-    taken = _samples(timers)
-    us = {name: [*kinds.values()][-1] for name, kinds in taken.items()}
-    for name in taken.keys() - {COPY}:
-        medians = {kind: statistics.median(found) for kind, found in taken[name].items()}
+        steps[COPY] = samplers(lambda: target.copy_(source), device)
+    each = {(name, kind): sample for name, kinds in steps.items() for kind, sample in kinds.items()}
+    taken = in_turns(each, SECONDS, MIN_ROUNDS, MAX_ROUNDS)
+    # The device's own time, where it has one.
+    us = {name: found for (name, _), found in taken.items()}
+    for name in us.keys() - {COPY}:
+        medians = {kind: statistics.median(taken[name, kind]) for kind in steps[name]}
         rows[name].update(medians, status="ok", message="")
         if name != EAGER and EAGER in us:
             # Round by round, which a drifting clock does not touch.
@@ -152,20 +148,6 @@ def _laid_at(row: Row) -> Iterator[None]:
         yield
     except Exception as error:
         row.update(status="cannot", message=f"{type(error).__name__}: {error}".strip().split("\n")[0][:300])
-
-
-def _samples(timers: dict[str, dict[str, Callable[[], float]]]) -> dict[str, dict[str, list[float]]]:
-    """Samples of everybody in rounds, each of which another one begins."""
-    taken: dict[str, dict[str, list[float]]] = {name: {kind: [] for kind in kinds} for name, kinds in timers.items()}
-    order, start = list(timers), time.perf_counter()
-    for number in range(MAX_ROUNDS if order else 0):
-        if number >= MIN_ROUNDS and time.perf_counter() - start > SECONDS:
-            break
-        for name in order:
-            for kind, sample in timers[name].items():
-                taken[name][kind].append(sample())
-        order.append(order.pop(0))
-    return taken
 
 
 @pytest.fixture

@@ -1,0 +1,41 @@
+"""How times are taken: samples of all contestants in turns, so that a clock that drifts favors none."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch.utils import benchmark
+
+Name = TypeVar("Name")
+
+
+def in_turns(
+    samplers: Mapping[Name, Callable[[], float]], seconds: float, least: int = 1, most: int = 10**9
+) -> dict[Name, list[float]]:
+    """Samples of everybody in rounds, `least` to `most` of them, each of which another one begins."""
+    taken: dict[Name, list[float]] = {name: [] for name in samplers}
+    order, end = list(samplers), time.perf_counter() + seconds
+    for number in range(most if order else 0):
+        if number >= least and time.perf_counter() > end:
+            break
+        for name in order:
+            taken[name].append(samplers[name]())
+        order.append(order.pop(0))
+    return taken
+
+
+def timer(step: Callable[[], Any], device: torch.device | str = "cpu") -> benchmark.Timer:
+    """Torch's timer of a step. On one CPU thread it counts processor time, which other processes take no part of."""
+    threads = torch.get_num_threads()
+    clock = time.process_time if str(device) == "cpu" and threads == 1 else benchmark.timer
+    return benchmark.Timer("step()", globals={"step": step}, timer=clock, num_threads=threads)
+
+
+def once(step: Callable[[], Any]) -> float:
+    """Seconds of one call, and of what it has begun on a GPU."""
+    start = benchmark.timer()
+    step()
+    return benchmark.timer() - start
