@@ -1,7 +1,5 @@
 """Instructions that a thread executes for itself, by the tables and rules of the PTX manual."""
 
-import fractions
-
 import numpy as np
 import pytest
 
@@ -65,6 +63,16 @@ RESULTS = {
         f"shf.{side}.wrap.b32": ("b32 b32 b32 u32", 0x12345678, 0x9ABCDEF0, [32, 4, 31], expected)
         for side, expected in (("l", [0x9ABCDEF0, 0xABCDEF01, 0x91A2B3C]), ("r", [0x12345678, 0x1234567, 0x3579BDE0]))
     },
+    # Bits from a place on, as many as there are, extended by the sign.
+    **{
+        f"bfe.{kind}": (f"{kind} {kind} u32 u32", value, [0, 4, 4, 31, 40, 4, 24], [0, 0, 7, 1, 7, 40, 6], expected)
+        for kind, value, expected in (
+            ("u32", 0x92345678, [0, 0, 0x67, 1, 0, 0x9234567, 0x12]),
+            ("s32", 0x92345678 - 2**32, [0, 0, 0x67 - 2**7, -1, -1, 0x9234567 - 2**28, 0x12]),
+            ("u64", 0x923456789ABCDEF0, [0, 0, 0x6F, 1, 0x56, 0x6789ABCDEF, 0x1A]),
+            ("s64", 0x923456789ABCDEF0 - 2**64, [0, 0, 0x6F - 2**7, -1, 0x56 - 2**7, 0x6789ABCDEF, 0x1A]),
+        )
+    },
     # Rounded to zero.
     "div.s32": ("s32 s32 s32", [7, -7, 7, -7, -(2**31)], [2, 2, -2, -2, 3], [3, -3, -3, 3, -715827882]),
     "rem.s32": ("s32 s32 s32", [7, -7, 7, -7, -(2**31)], [2, 2, -2, -2, 3], [1, -1, 1, -1, -2]),
@@ -79,6 +87,15 @@ RESULTS = {
         [ONE << 16 | ONE + 1],
     ),
     "fma.rn.f32": ("f32 f32 f32 f32", [INF, NAN, 0.0], [1.0, 1.0, INF], [-INF, 1.0, 1.0], [NAN] * 3),
+    # Rounded once, though the sum lies between two float32 in float64, and with the error of the product of doubles.
+    "fma.rn.f32 {0}, {1}, {1}, {2}": (
+        *("f32 f32 f32", 1 + 2**-12, [2.0**-60, 0.0, -(2.0**-60), 2.0**-24]),
+        [1 + 2**-11 + 2**-23, 1 + 2**-11, 1 + 2**-11, 1 + 2**-11 + 2**-23],
+    ),
+    "fma.rn.f64 {0}, {1}, {1}, {2}": (
+        *("f64 f64 f64", [1 + 2**-30, 1 + 2**-30, 3.0], [-(1 + 2**-29), 2.0**-53, -9.0]),
+        [2.0**-60, 1 + 2**-29 + 2**-52, 0.0],
+    ),
     "mul.ftz.f32": ("f32 f32 f32", [TINY, 1e-30, 2.0], [1e10, 1e-10, -TINY], [0.0, 0.0, -0.0]),
     "mul.f32": ("f32 f32 f32", [2.0**-100], [2.0**-40], [2.0**-140]),
     # With NaN, comparisons are ordered or not; of integers they have a sign or not.
@@ -118,82 +135,23 @@ def test_results(form):
     assert bits(found, found.dtype) == bits(expected, found.dtype)
 
 
-def field_of(value, start, length, width, is_signed):
-    """`bfe` by the loop of the manual."""
-    top = start + length - 1
-    sign = value >> min(top, width - 1) & 1 if is_signed and length else 0
-    taken = [value >> start + i & 1 if i < length and start + i < width else sign for i in range(width)]
-    found = sum(bit << i for i, bit in enumerate(taken))
-    return found - (1 << width) if is_signed and found >> width - 1 else found
-
-
-@pytest.mark.parametrize("kind", ["u32", "s32", "u64", "s64"])
-def test_bfe(kind):
-    width, is_signed = int(kind[1:]), kind[0] == "s"
-    cases = [(v, p, n) for v in (0x9234_5678_9ABC_DEF0 >> 64 - width, 5) for p in (0, 4, 31, 40) for n in (0, 1, 7, 40)]
-    values, starts, lengths = (list(each) for each in zip(*cases, strict=True))
-    signed = np.array(values, f"u{width // 8}").view(f"{kind[0].replace('s', 'i')}{width // 8}")
-    found = compute(f"bfe.{kind} {{0}}, {{1}}, {{2}}, {{3}}", f"{kind} {kind} u32 u32", signed, starts, lengths)
-    assert found.tolist() == [field_of(*case, width, is_signed) for case in cases]
-
-
 @pytest.mark.parametrize("kind", ["u16", "s16", "u32", "s32", "u64", "s64"])
 def test_products_of_integers(kind):
-    width, letter = int(kind[1:]), {"u": "u", "s": "i"}[kind[0]]
-    words = np.random.default_rng(0).integers(0, 2**63, 16, np.uint64) * np.uint64(2) + np.uint64(1)
-    values = np.r_[
-        words.view(f"{letter}{width // 8}")[:14],
-        words.dtype.type(2**64 - 1).view(f"{letter}8").astype(f"{letter}{width // 8}"),
-        7,
-    ].astype(f"{letter}{width // 8}")
-    other = values[::-1].copy()
-    exact = [int(a) * int(b) for a, b in zip(values, other, strict=True)]
+    width, is_signed = int(kind[1:]), kind[0] == "s"
 
     def wrapped(numbers, size):
-        return [
-            (n + (1 << size - 1)) % (1 << size) - (1 << size - 1) if kind[0] == "s" else n % (1 << size)
-            for n in numbers
-        ]
+        least = -(1 << size - 1) if is_signed else 0
+        return [(number - least) % (1 << size) + least for number in numbers]
 
-    text = "{0}, {1}, {2}"
-    assert compute(f"mul.lo.{kind} {text}", f"{kind} {kind} {kind}", values, other).tolist() == wrapped(exact, width)
-    high = [n >> width for n in exact]
-    assert compute(f"mul.hi.{kind} {text}", f"{kind} {kind} {kind}", values, other).tolist() == wrapped(high, width)
+    words = np.random.default_rng(0).integers(0, 2**63, 16).tolist()
+    a, b = wrapped([2 * word + 1 for word in words] + [-1, -1], width), wrapped([*words[::-1], -1, 7], width)
+    exact = [x * y for x, y in zip(a, b, strict=True)]
+    for half, expected in (("lo", wrapped(exact, width)), ("hi", [number >> width for number in exact])):
+        assert compute(f"mul.{half}.{kind} {{0}}, {{1}}, {{2}}", f"{kind} {kind} {kind}", a, b).tolist() == expected
     if width < 64:
         wide = f"{kind[0]}{2 * width}"
-        found = compute(f"mad.wide.{kind} {text}, {{3}}", f"{wide} {kind} {kind} {wide}", values, other, 5)
-        assert found.tolist() == wrapped([n + 5 for n in exact], 2 * width)
-
-
-def rounded(number, kind):
-    """A fraction rounded to nearest, ties to even, from the two floating-point numbers around it."""
-    near = np.dtype(kind).type(float(number))
-    around = [np.nextafter(near, np.dtype(kind).type(side * np.inf)) for side in (-1, 1)]
-    return min([near, *around], key=lambda x: (abs(fractions.Fraction(float(x)) - number), bits([x], kind)[0] & 1))
-
-
-def test_fma_rounds_once():
-    """Also where a sum in float64 lies between two float32."""
-    rng = np.random.default_rng(0)
-    a, b = (1 + rng.integers(0, 2**23, 400) / 2**23).astype(np.float32), np.float32(1 + 2**-23)
-    c = np.concatenate([rng.standard_normal(200) * 2**-30, np.full(200, 2.0**-60)]).astype(np.float32)
-    a[200:], b = 1 + 2**-12, np.where(np.arange(400) < 200, b, np.float32(1 + 2**-12))
-    c[300:] *= -1
-    exact = [
-        fractions.Fraction(float(x)) * fractions.Fraction(float(y)) + fractions.Fraction(float(z))
-        for x, y, z in zip(a, b, c, strict=True)
-    ]
-    found = compute("fma.rn.f32 {0}, {1}, {2}, {3}", "f32 f32 f32 f32", a, b, c)
-    assert found.tolist() == [rounded(each, "f4") for each in exact]
-    # Twice rounded, some would differ.
-    assert (found != (a.astype(np.float64) * b + c).astype(np.float32)).any()
-
-
-def test_fma_of_doubles_keeps_the_error_of_the_product():
-    a = np.array([1 + 2**-30, 2.0, 3.0])
-    found = compute("fma.rn.f64 {0}, {1}, {2}, {3}", "f64 f64 f64 f64", a, a, -a * a)
-    assert found[0] == 2**-60
-    assert found[2] == 0
+        found = compute(f"mad.wide.{kind} {{0}}, {{1}}, {{2}}, {{3}}", f"{wide} {kind} {kind} {wide}", a, b, 5)
+        assert found.tolist() == wrapped([number + 5 for number in exact], 2 * width)
 
 
 @pytest.mark.parametrize("op, bound", [("ex2", 2**-22.5), ("rsqrt", 2**-22.9), ("lg2", 2**-22.6), ("tanh", 2**-11)])
