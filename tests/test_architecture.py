@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 
+import pytest
 import torch
 
 import primitives as pr
@@ -149,6 +150,7 @@ def test_private_names_are_read_in_their_own_module_alone():
     assert [name for name in foreign_names(trees()) if not DEVICE_FUNCTIONS.match(name)] == []
 
 
+@pytest.mark.nightly
 def test_tests_for_a_gpu_are_collected_in_one_process():
     """As `make gpu-test` does, which meets files that no other target has in one process, and stops at an error."""
     command = [sys.executable, "-m", "pytest", "tests", "-m", "gpu", "--device", "cuda", "--collect-only", "-q"]

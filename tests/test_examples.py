@@ -31,6 +31,8 @@ CLAIMS = {
     "pinn": {"(repaired|compiled), .*": RIGHT, "torch, .*": WRONG, "gap.*": SAME},
 }
 
+# Half a minute together, of what the others have too.
+LONG = ("hessian_spectrum", "pinn")
 # Two run by night, below, and one needs transformers: tests/models/test_fine_tune_example.py.
 OTHERS = ("meanflow", "swiglu", "fine_tune")
 
@@ -43,7 +45,14 @@ def own_random_numbers():
 
 # The same programs as Inductor's, run node by node, in seconds; by night as users run them.
 @pytest.mark.parametrize("compiler", ["eager", pytest.param("inductor", marks=pytest.mark.nightly)])
-@pytest.mark.parametrize("name", [path.stem for path in EXAMPLES if path.stem not in OTHERS])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(path.stem, marks=[pytest.mark.nightly] * (path.stem in LONG))
+        for path in EXAMPLES
+        if path.stem not in OTHERS
+    ],
+)
 def test_the_example_shows_what_it_claims(name, compiler, tmp_path, monkeypatch):
     monkeypatch.setattr(pr, "compile", functools.partial(pr.compile, backend=compiler))
     picture, (example,) = tmp_path / "picture.png", [path for path in EXAMPLES if path.stem == name]

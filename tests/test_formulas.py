@@ -111,6 +111,7 @@ CALLS = {
 }  # fmt: skip
 if hasattr(aten, "cholesky"):  # up to torch 2.14
     CALLS["cholesky"] = aten.cholesky.default, lambda: (definite(2, 3, 3),), lambda: (definite(3, 3), True)
+BY_NIGHT = {f"grid_sampler_3d {number}" for number in (1, 2, 3)}
 EACH = [
     pytest.param(op, make, id=f"{name} {n}") for name, (op, *makes) in CALLS.items() for n, make in enumerate(makes)
 ]
@@ -156,7 +157,11 @@ def scalar(op, args, kwargs):
     return function, [torch.view_as_real(args[i]) if args[i].is_complex() else args[i] for i in places]
 
 
-@pytest.mark.parametrize("op, make", EACH)
+# Two seconds for each way to sample: by night those between the first and the last.
+@pytest.mark.parametrize(
+    "op, make",
+    [pytest.param(*each.values, id=each.id, marks=[pytest.mark.nightly] * (each.id in BY_NIGHT)) for each in EACH],
+)
 def test_every_nesting_to_order_three_is_right(op, make):
     args, kwargs = by_keyword(op, make())
     function, xs = scalar(op, args, kwargs)

@@ -183,11 +183,11 @@ def trained(model, compiler=None):
 
 
 @pytest.mark.parametrize(
-    "compiler, steps", [(None, 50), *(pytest.param(b, 10_000, marks=pytest.mark.nightly) for b in (None, "inductor"))]
+    "compiler, steps", [(None, 20), *(pytest.param(b, 10_000, marks=pytest.mark.nightly) for b in (None, "inductor"))]
 )
 def test_steps_leave_nothing_behind(model, compiler, steps):
     step = trained(model, compiler)
-    for _ in range(20):
+    for _ in range(10):
         step()
     objects, tensors, pages = held()
     for _ in range(steps):

@@ -183,7 +183,7 @@ def test_inside_a_compiled_function_the_switch_is_refused():
     assert not pr.is_repaired()
 
 
-@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.nightly)])
 def test_a_loss_with_a_jvp_compiles_whole(compiler):
     net, v = NET["norms"]().double(), randn(5, 3)
     net[2].eval()

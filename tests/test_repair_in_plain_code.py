@@ -69,12 +69,19 @@ def _is_near(op):
 
 # Torch's own, of what is deprecated or slow: one of them comes first.
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("op", _named(op for op in op_db if _is_near(op) and op.name not in WRONG_AT_ONCE))
-def test_plain_code_gives_values_and_gradients_of_torch_bit_for_bit(op):
+@pytest.mark.parametrize(
+    "op, count",
+    [
+        pytest.param(*param.values, count, id=param.id, marks=[pytest.mark.nightly] * (count > 6))
+        for count, is_chosen in ((6, _is_near), (12, lambda op: True))
+        for param in _named(op for op in op_db if is_chosen(op) and op.name not in WRONG_AT_ONCE)
+    ],
+)
+def test_plain_code_gives_values_and_gradients_of_torch_bit_for_bit(op, count):
     if torch.float32 not in op.supported_dtypes("cpu"):
         pytest.skip("no float32 on the CPU")
     samples = op.sample_inputs("cpu", torch.float32, requires_grad=op.supports_autograd)
-    for sample in itertools.islice(samples, 12):
+    for sample in itertools.islice(samples, count):
         tensors = [x for x in tree_leaves((sample.input, sample.args, sample.kwargs)) if isinstance(x, torch.Tensor)]
 
         def run(sample=sample):
@@ -83,13 +90,6 @@ def test_plain_code_gives_values_and_gradients_of_torch_bit_for_bit(op):
         expected = _results(run, tensors)
         with pr.repair_torch():
             assert _same(_results(run, tensors), expected), sample
-
-
-@pytest.mark.nightly
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("op", _named(op for op in op_db if op.name not in WRONG_AT_ONCE))
-def test_all_functions_of_torch_are_the_same_in_plain_code(op):
-    test_plain_code_gives_values_and_gradients_of_torch_bit_for_bit(op)
 
 
 @pytest.mark.filterwarnings("ignore")

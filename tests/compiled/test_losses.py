@@ -66,7 +66,12 @@ def test_whole(loss):
     assert len(step.settings.programs) == 2, "forward and backward pass"
 
 
-@pytest.mark.parametrize("loss", LOSSES[:-1])
+# By night those whose outer derivatives others take, and the longer half of each grid below: seconds each.
+def nightly(*values):
+    return [pytest.param(value, marks=pytest.mark.nightly) for value in values]
+
+
+@pytest.mark.parametrize("loss", [plain, penalty, tangent, per_sample, *nightly(second_tangent, third, laplacian)])
 def test_model(loss):
     net = mlp()
     model = plainly(net)
@@ -86,7 +91,7 @@ CHECKS_ARE_DROPPED = "graphs of torch before 2.13 lose these checks, as the page
 
 
 @pytest.mark.skipif(torch.__version__ < (2, 13), reason=CHECKS_ARE_DROPPED)
-@pytest.mark.parametrize("name", SOLVERS)
+@pytest.mark.parametrize("name", ["solve", "cholesky", *nightly("inv", "lu_factor", "tensorsolve")])
 def test_solvers_raise_for_singular_matrices(name):
     solver = SOLVERS[name]
 
@@ -124,7 +129,8 @@ def test_inductor():
     same(gradients(net, step(X)), gradients(net, penalty(net, X)))
 
 
-@pytest.mark.parametrize("is_mixed", [pytest.param(False, marks=pytest.mark.nightly), True])
+@pytest.mark.nightly
+@pytest.mark.parametrize("is_mixed", [False, True])
 def test_bfloat16_by_inductor(is_mixed):
     """No further from float64 than torch is, with weights in bfloat16 or, under autocast, in float32."""
     net = mlp(width=64)
@@ -227,16 +233,12 @@ def check_nesting(f, kinds):
         same(found, truth)
 
 
-@pytest.mark.parametrize("f", FUNCTIONS)
-@pytest.mark.parametrize("kinds", ["fr", "rf"])
-def test_second_orders(f, kinds):
-    check_nesting(f, kinds)
+BY_DAY = (of_layer_norm, "fr"), (of_batch_norm, "rf"), (of_attention, "fr"), (of_mlp, "rf")
+OTHERS = [(f, kinds) for f in FUNCTIONS for order in (2, 3, 4) for kinds in nestings(order) if (f, kinds) not in BY_DAY]
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("f", FUNCTIONS)
-@pytest.mark.parametrize("kinds", ["ff", "rr", *nestings(3), *nestings(4)])
-def test_higher_orders(f, kinds):
+@pytest.mark.parametrize("f, kinds", [*BY_DAY, *(pytest.param(*each, marks=pytest.mark.nightly) for each in OTHERS)])
+def test_every_nesting(f, kinds):
     check_nesting(f, kinds)
 
 
@@ -257,12 +259,12 @@ def test_a_batch_whose_operators_return_other_strides():
 
 
 @pytest.mark.parametrize("f", FUNCTIONS)
-def test_recorded_backward_passes(f):
-    for order in (1, 2, 3):
-        compiled, truth = plainly(f), f
-        for _ in range(order):
-            compiled, truth = recorded(compiled), recorded(truth)
-        same(compiled(X[0]), truth(X[0]))
+@pytest.mark.parametrize("order", [2, *nightly(3)])
+def test_recorded_backward_passes(f, order):
+    compiled, truth = plainly(f), f
+    for _ in range(order):
+        compiled, truth = recorded(compiled), recorded(truth)
+    same(compiled(X[0]), truth(X[0]))
 
 
 @pytest.mark.parametrize("kind", ["torch", "primitives"])

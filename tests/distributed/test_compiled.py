@@ -40,13 +40,12 @@ def check_sharding(rank, world, backend):
         return F.layer_norm(x, (D,), weight).sin()
 
     expected = gradient(lambda x, a: f(x, weight), x, None, {})
-    for axis in (0, 2):
-        cut = distribute_tensor(x, mesh, [Shard(axis)]).requires_grad_()
-        replicated = distribute_tensor(weight, mesh, [Replicate()])
-        y = torch.compile(f, fullgraph=True, backend=backend)(cut, replicated)
-        assert y.placements == (Shard(axis),)
-        (found,) = torch.autograd.grad(y.sin().sum(), cut)
-        assert_close(whole(found), expected[0])
+    # Along the last axis statistics are sent.
+    cut = distribute_tensor(x, mesh, [Shard(2)]).requires_grad_()
+    y = torch.compile(f, fullgraph=True, backend=backend)(cut, distribute_tensor(weight, mesh, [Replicate()]))
+    assert y.placements == (Shard(2),)
+    (found,) = torch.autograd.grad(y.sin().sum(), cut)
+    assert_close(whole(found), expected[0])
 
 
 def check_both(rank, world, backend):

@@ -175,7 +175,7 @@ def wait_for_nobody(rank, world):
     norm = pr.nn.SyncBatchNorm(C)
     norm(torch.randn(2, C))
     if rank == 1:
-        time.sleep(3)
+        time.sleep(2)
     else:
         norm(torch.randn(2, C))
 

@@ -25,6 +25,8 @@ pytestmark = pytest.mark.usefixtures("on_device")
 TILE, LONG_ROW = 256, 500
 
 
+# By day their compiled code is emulated, and held to the same.
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", CASES)
 def test_launcher(name, use_limits, use_processors):
     use_processors(PROCESSORS)

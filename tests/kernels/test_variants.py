@@ -102,7 +102,11 @@ def small_calls(op: Op) -> Iterator[Small]:
 
 
 @pytest.mark.usefixtures("on_device")
-@pytest.mark.parametrize("op", CASES, ids=lambda op: op.name)
+@pytest.mark.parametrize(
+    # Other ops launch kernels of their family.
+    "op",
+    [pytest.param(op, id=op.name, marks=[pytest.mark.nightly] * bool(op.family)) for op in CASES],
+)
 def test_flags_that_meet_in_the_suite_meet_in_a_call_with_right_values(op):
     suite = in_suite(op)
     found, missing = [], suite.keys()
