@@ -140,7 +140,8 @@ class Compiled(Derived):
         """The results, by a program where one may run."""
         if not _is_here():
             return tuple(self.inner(*tensors))
-        with torch.no_grad() if torch.is_grad_enabled() else _NOTHING, _C._DisableAutocast():
+        plain = _C._DisableAutocast() if _C._is_any_autocast_enabled() else _NOTHING
+        with torch.no_grad() if torch.is_grad_enabled() else _NOTHING, plain:
             if self.settings.dynamic or (program := self._ready.find(tensors)) is None:
                 given = tuple([x if _has_its_memory(x) else _as_read(x) for x in tensors])
                 program = self.program(given)

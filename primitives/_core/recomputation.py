@@ -235,8 +235,9 @@ def _backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
             )
         kept = [*saved[num:], *ctx.numbers] if function.resumes else ()
         found = recomputed(function, [*saved[:num], *given_bars], kept)
+        zeros = function.zeros
         for k, i in enumerate(wanted):
-            bars[i] = None if k in function.zeros else found[k]
+            bars[i] = None if k in zeros else found[k]
     return None, None, *bars
 
 

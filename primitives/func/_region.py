@@ -208,9 +208,9 @@ class Region(Recomputable):
 
 def once(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[int]]:
     """Each tensor once, and for each of `tensors` its number there."""
-    found = {id(x): x for x in tensors}
-    if len(found) == len(tensors):
+    if len({*map(id, tensors)}) == len(tensors):
         return [*tensors], [*range(len(tensors))]
+    found = {id(x): x for x in tensors}
     numbers = {key: k for k, key in enumerate(found)}
     return [*found.values()], [numbers[id(x)] for x in tensors]
 
