@@ -104,3 +104,13 @@ def cumulative_weight(num_batches: Tensor) -> Tensor:
     """One over the number of batches, in the precision of a Python number where the device has it."""
     dtype = torch.float32 if num_batches.device.type == "mps" else torch.float64
     return num_batches.to(dtype).reciprocal()
+
+
+def spans_overlap(x: Tensor, y: Tensor) -> bool:
+    """Whether the bytes that two tensors span in one memory overlap; interleaved ones count too."""
+    spans = []
+    for z in (x, y):
+        first = z.storage_offset()
+        past = first + sum((n - 1) * stride for n, stride in zip(z.shape, z.stride(), strict=True)) + 1
+        spans.append((first * z.element_size(), (past if z.numel() else first) * z.element_size()))
+    return max(first for first, _ in spans) < min(past for _, past in spans)

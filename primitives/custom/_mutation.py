@@ -7,13 +7,13 @@ running statistics: below every transform, counted in the versions of tensor and
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch._C import _functorch  # type: ignore[attr-defined] - no stub
 
 from primitives._core.errors import MutationError
+from primitives._core.write_back import spans_overlap
 from primitives.custom.trees.calls import Structure
 
 
@@ -45,19 +45,6 @@ def _unwrapped(x: Tensor) -> Tensor:
     return x
 
 
-def _end(x: Tensor) -> Any:
-    """One past the last byte of a tensor in its storage."""
-    reach = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) + 1
-    return (x.storage_offset() + (reach if x.numel() else 0)) * x.itemsize
-
-
-def _overlaps(x: Tensor, y: Tensor) -> bool:
-    """Whether two tensors may have bytes in common; what is interleaved counts as overlapping."""
-    if x is y or not shares_memory(x, y):
-        return x is y
-    return x.storage_offset() * x.itemsize < _end(y) and y.storage_offset() * y.itemsize < _end(x)
-
-
 def check_targets(op_name: str, structure: Structure, leaves: Sequence[Tensor]) -> None:
     """Raise `MutationError` if a tensor that is to be written requires grad, or shares memory with another one."""
     for i in structure.mutated:
@@ -69,7 +56,7 @@ def check_targets(op_name: str, structure: Structure, leaves: Sequence[Tensor]) 
                 "the pure form, `pure`, which returns the new value."
             )
         for j, y in enumerate(leaves):
-            if i != j and _overlaps(x, y):
+            if i != j and (x is y or (shares_memory(x, y) and spans_overlap(x, y))):
                 raise MutationError(
                     f"{op_name}: {label} is updated in place and shares memory with {structure.label(j)}, which would "
                     "see the update or undo it. Pass a clone."

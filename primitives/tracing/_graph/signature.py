@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from primitives._core.errors import LeafError, TreeError
+from primitives._core.errors import LeafError, TreeError, check_arguments
 from primitives.tracing._leaves import Leaves
 from primitives.tracing._random.rng import PhiloxState
 
@@ -49,8 +49,7 @@ class Signature:
 
     def tensors_of(self, primals: Any) -> list[Any]:
         """The leaves that are tensors in the graph; the others must be the constants that were traced."""
-        if not isinstance(primals, tuple):
-            raise TypeError(f"{_FUNCTION}: primals must be the tuple of the arguments, got {type(primals).__name__}.")
+        check_arguments(_FUNCTION, "primals", primals)
         leaves = self.primals.aligned(_FUNCTION, "primals", primals, "the traced primals")
         for i, (leaf, constant) in enumerate(zip(leaves, self.primals.values, strict=True)):
             if i not in self.places and not _same(leaf, constant):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from primitives._core.dtypes import has_derivatives
-from primitives._core.errors import LeafError, MutationError
+from primitives._core.errors import LeafError, MutationError, check_arguments
 from primitives.tracing import _torch_private as torch_private
 from primitives.tracing._errors import typed_errors
 from primitives.tracing._leaves import Leaves, like, refuse_opaque
@@ -50,11 +50,10 @@ def create_joint(
         nothing depends on.
 
     Raises:
-        TypeError: If `primals` is not a tuple.
         LeafError: If no primal requires grad; if a cotangent is not a tensor, or is for an output that takes none; with
             `no_cotangents`, if a scalar loss is missing; if an object with a tensor in an attribute, that optree does
             not take apart, is among the primals or the outputs.
-        TreeError: If `cotangents` has another structure than the output.
+        TreeError: If `primals` is not a tuple, or `cotangents` has another structure than the output.
         ShapeError: If a cotangent cannot be viewed in the shape of its output.
         DtypeError: If it has another dtype.
         DeviceError: If it is on another device.
@@ -108,10 +107,7 @@ def require_loss(function: str, outs: Leaves, taken: Sequence[int]) -> None:
 def _run(
     fn: Callable[..., Any], primals: tuple, cotangents: Any, namespace: str, *, no_cotangents: bool
 ) -> tuple[Any, Any]:
-    if not isinstance(primals, tuple):
-        raise TypeError(
-            f"{_FUNCTION}: primals must be the tuple of the positional arguments, got {type(primals).__name__}."
-        )
+    check_arguments(_FUNCTION, "primals", primals)
     given = checked_primals(_FUNCTION, fn, primals, None, namespace)
     with outside_inference_mode():
         passes_on = torch_private.differentiated_outside(given.values)

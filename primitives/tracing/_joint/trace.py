@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from primitives._core.errors import DeviceError, LeafError, MutationError, ShapeError, TraceError
+from primitives._core.errors import DeviceError, LeafError, MutationError, ShapeError, TraceError, check_arguments
 from primitives._core.trees.overlay import spread
 from primitives.decompositions import decomposition_table
 from primitives.tracing import _torch_private as torch_private
@@ -69,10 +69,9 @@ def trace_joint(
         The graph, callable as `graph(primals, cotangents)`.
 
     Raises:
-        TypeError: If `args` is not a tuple.
         LeafError: If no primal requires grad, a captured tensor does, a primal is sparse, nested or a wrapper subclass,
             or a leaf of the primals or of the output is an object with a tensor in an attribute.
-        TreeError: If `dynamic` does not fit.
+        TreeError: If `args` is not a tuple, or `dynamic` does not fit.
         MutationError: If `fn` writes to a captured tensor or to one of several inputs that overlap in memory, assigns
             to the `.data` of any tensor, or calls a collective that writes in place.
         TraceError: If `fn` asks for the values of a tensor, as a branch and `.item()` do; or if the backward pass draws
@@ -89,8 +88,7 @@ def trace_joint(
         >>> graph.primal_names, graph.gradient_names
         (('w', 'x'), ('w_bar',))
     """
-    if not isinstance(args, tuple):
-        raise TypeError(f"{_FUNCTION}: args must be the tuple of the positional arguments, got {type(args).__name__}.")
+    check_arguments(_FUNCTION, "args", args)
     primals, by_place = args, fn
     if kwargs:
         primals, num, keys = (*args, *kwargs.values()), len(args), tuple(kwargs)

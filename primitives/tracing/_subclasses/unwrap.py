@@ -18,7 +18,7 @@ from torch import Tensor
 
 from primitives._core.autograd import apply_linear
 from primitives._core.dtypes import has_derivatives
-from primitives._core.errors import LeafError
+from primitives._core.errors import LeafError, check_arguments
 from primitives.tracing._errors import errors_in_trace
 from primitives.tracing._leaves import Leaves
 from primitives.tracing._sizes import hinted_size
@@ -376,7 +376,7 @@ def unwrap_subclasses(
         subclass, `fn` is the given function and nothing is paid.
 
     Raises:
-        TypeError: If `args` is not a tuple.
+        TreeError: If `args` is not a tuple.
         LeafError: If an argument is a nested tensor.
 
     Example:
@@ -390,6 +390,5 @@ def unwrap_subclasses(
         >>> type(unwrapped.wrap(plain)).__name__
         'TwoTensor'
     """
-    if not isinstance(args, tuple):
-        raise TypeError(f"{_FUNCTION}: args must be the tuple of the positional arguments, got {type(args).__name__}.")
+    check_arguments(_FUNCTION, "args", args)
     return Unwrapped(fn, args, kwargs or {}, namespace)
