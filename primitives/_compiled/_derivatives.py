@@ -215,7 +215,6 @@ class Half(Compiled):
         self.pushforward, self.pullback = whole.pushforward, whole.pullback
         # What the table shows: seconds to trace and bytes saved.
         self.shown = (0.0, 0)
-        self._program: Program | None = None
         self._constants: frozenset[int] = whole.constants
 
     @property
@@ -254,13 +253,15 @@ class Half(Compiled):
 
     def program(self, tensors: Sequence[Tensor]) -> Program:
         """Of the graph, which is of these sizes; a batch is traced."""
-        if self._program is not None:
-            return self._program
-        if not isinstance(self.inner, fx.GraphModule):
+        graph = self.inner
+        if not isinstance(graph, fx.GraphModule):
             return super().program(tensors)
-        with compiling():
-            self._program = self._program or program_of(self.inner, self.name, self.settings, *self.shown)
-        return self._program
+        # A compiler chooses strides of what is kept, and hooks keep copies of other ones.
+        key = tuple([self.settings.strides_of(x) for x in tensors])
+        if key not in self._made:
+            with compiling():
+                return self._once(key, lambda: program_of(graph, self.name, self.settings, *self.shown, tensors))
+        return self._made[key]
 
 
 class Resumed(Half):

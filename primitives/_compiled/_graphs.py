@@ -22,13 +22,21 @@ from torch._C import _functorch  # type: ignore[attr-defined] - no stub
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
-from primitives._compiled._simplified import of_any_strides, product_and_sum, simplify, sums_apart, without_zeros
+from primitives._compiled._simplified import (
+    diagonal_of_copy,
+    of_any_strides,
+    product_and_sum,
+    simplify,
+    sums_apart,
+    without_zeros,
+)
 from primitives._core.errors import LeafError
 from primitives._core.inductor import tracing_a_program
 from primitives._core.recomputation import Recomputable
 from primitives.tracing import JointGraph
 from primitives.tracing._joint.trace import traced
 from primitives.tracing._leaves import Leaves
+from primitives.tracing._sizes import hinted_size
 from primitives.tracing._subclasses.made_inside import subclasses_made
 from primitives.tracing._torch_private import GraphModule, is_wrapper_subclass
 
@@ -51,6 +59,13 @@ class Settings:
     fixed: set[str] = dataclasses.field(default_factory=set)
     programs: list[Program] = dataclasses.field(default_factory=list)
     graphs: dict[str, JointGraph] = dataclasses.field(default_factory=dict)
+
+    def strides_of(self, x: Any) -> tuple[int, ...] | None:
+        """The strides of a tensor, or the order of its axes in memory where sizes are symbols."""
+        if not isinstance(x, torch.Tensor):
+            return None
+        strides = tuple(map(hinted_size, x.stride()))
+        return tuple(sorted(range(x.dim()), key=strides.__getitem__, reverse=True)) if self.dynamic else strides
 
     def fresh(self) -> Settings:
         """The wishes alone."""
@@ -165,7 +180,8 @@ def joint_graph(
     if settings.backend == "inductor":
         from torch._inductor.decomposition import select_decomp_table
 
-        table = {**select_decomp_table(), torch.ops.aten.addmm.default: product_and_sum}
+        ours = {torch.ops.aten.addmm.default: product_and_sum, torch.ops.aten.diagonal_scatter.default: diagonal_of_copy}
+        table = {**select_decomp_table(), **ours}
         _asked_ahead()
     with _outside_everything(), torch.inference_mode(False), tracing_a_program(), subclasses_made():
         blanks = tuple(
@@ -216,14 +232,22 @@ def cut(
     return GraphModule(module, graph)
 
 
-def program_of(module: fx.GraphModule, name: str, settings: Settings, seconds: float, num_bytes: int) -> Program:
-    """The program of a graph, which keeps the strides that were traced."""
+def program_of(
+    module: fx.GraphModule, name: str, settings: Settings, seconds: float, num_bytes: int, tensors: Sequence[Any]
+) -> Program:
+    """The program of a graph for inputs of the strides of `tensors`."""
     start = time.perf_counter()
     _say(seconds, "compile: %s, %d nodes, traced in %.1f s", name, len(module.graph.nodes), seconds)
     # Another one, which constants and the compiler change.
     graph = copy.deepcopy(module.graph)
     module = GraphModule(module, graph)
     mode: Any = _guards.detect_fake_mode([node.meta["val"] for node in graph.find_nodes(op="placeholder")])
+    for node, x in zip(graph.find_nodes(op="placeholder"), tensors, strict=True):
+        fake, strides = node.meta["val"], settings.strides_of(x)
+        if settings.strides_of(fake) != strides:
+            made: Any = torch.empty_permuted if settings.dynamic else torch.empty_strided
+            with mode:
+                node.meta["val"] = made(fake.shape, strides, dtype=fake.dtype, device=fake.device)
     constants = _lifted(module, mode)
     fakes = [node.meta["val"] for node in graph.find_nodes(op="placeholder")]
     num_nodes = sum(node.op == "call_function" for node in graph.nodes)

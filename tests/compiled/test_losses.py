@@ -1,5 +1,6 @@
 """Losses with derivatives in them: the whole compiled, and the model alone with derivatives outside of it."""
 
+import contextlib
 import functools
 import re
 
@@ -112,6 +113,34 @@ def test_solvers_raise_for_singular_matrices(name):
             loss(singular)
     with pytest.raises(RuntimeError, match="Batch element 1"):
         torch.func.vmap(torch.func.grad(step))(torch.stack([well, singular]).detach())
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_what_is_kept_has_the_strides_that_a_compiler_or_a_hook_gives_it(dynamic):
+    def axes(x):
+        return sorted(range(x.dim()), key=x.stride().__getitem__) if isinstance(x, torch.Tensor) else []
+
+    def transposing(module, fakes):
+        def run(*values):
+            assert [*map(axes, values)] == [*map(axes, fakes)], "a compiler reads the memory in these strides"
+            return [y.mT.contiguous().mT if len(axes(y)) == 2 else y for y in module(*values)]
+
+        return run
+
+    w = data(3, 3).requires_grad_()
+    step = pr.compile(lambda x: (x @ w).sin().square().sum(), backend=transposing, dynamic=dynamic)
+    (truth,) = torch.autograd.grad((X @ w).sin().square().sum(), w)
+    for context in (contextlib.nullcontext(), torch.autograd.graph.save_on_cpu()):
+        with context:
+            same(torch.autograd.grad(step(X), w), truth)
+
+
+def test_inductor_writes_a_diagonal_into_a_matrix_of_a_batch():
+    @pr.compile
+    def function(x):
+        return torch.diagonal_scatter(x.new_zeros(3, 3).expand(6, 3, 3), x.sin(), 0, 1, 2)
+
+    same(function(X), torch.diag_embed(X.sin()))
 
 
 @pytest.mark.skipif(torch.__version__ < (2, 13), reason=CHECKS_ARE_DROPPED)
