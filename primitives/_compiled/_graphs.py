@@ -180,7 +180,10 @@ def joint_graph(
     if settings.backend == "inductor":
         from torch._inductor.decomposition import select_decomp_table
 
-        ours = {torch.ops.aten.addmm.default: product_and_sum, torch.ops.aten.diagonal_scatter.default: diagonal_of_copy}
+        ours = {
+            torch.ops.aten.addmm.default: product_and_sum,
+            torch.ops.aten.diagonal_scatter.default: diagonal_of_copy,
+        }
         table = {**select_decomp_table(), **ours}
         _asked_ahead()
     with _outside_everything(), torch.inference_mode(False), tracing_a_program(), subclasses_made():
