@@ -22,14 +22,7 @@ from torch._C import _functorch  # type: ignore[attr-defined] - no stub
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
-from primitives._compiled._simplified import (
-    diagonal_of_copy,
-    of_any_strides,
-    product_and_sum,
-    simplify,
-    sums_apart,
-    without_zeros,
-)
+from primitives._compiled._simplified import DECOMPOSITIONS, of_any_strides, simplify, sums_apart, without_zeros
 from primitives._core.errors import LeafError
 from primitives._core.inductor import tracing_a_program
 from primitives._core.recomputation import Recomputable
@@ -180,11 +173,7 @@ def joint_graph(
     if settings.backend == "inductor":
         from torch._inductor.decomposition import select_decomp_table
 
-        ours = {
-            torch.ops.aten.addmm.default: product_and_sum,
-            torch.ops.aten.diagonal_scatter.default: diagonal_of_copy,
-        }
-        table = {**select_decomp_table(), **ours}
+        table = {**select_decomp_table(), **DECOMPOSITIONS}
         _asked_ahead()
     with _outside_everything(), torch.inference_mode(False), tracing_a_program(), subclasses_made():
         blanks = tuple(

@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from primitives._core.inductor import ZERO
 from primitives.tracing._torch_private import GraphModule
 
-__all__ = ["diagonal_of_copy", "of_any_strides", "product_and_sum", "simplify", "sums_apart", "without_zeros"]
+__all__ = ["DECOMPOSITIONS", "of_any_strides", "simplify", "sums_apart", "without_zeros"]
 
 _aten = torch.ops.aten
 # Zero where one of two arguments is.
@@ -111,16 +111,19 @@ def _alike(x: fx.Node, y: fx.Node) -> bool:
     return a.shape == b.shape and a.dtype == b.dtype
 
 
-def product_and_sum(bias: Tensor, x: Tensor, y: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Any:
+def _product_and_sum(bias: Tensor, x: Tensor, y: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Any:
     """`addmm` as two operators, of which Inductor fuses the sum with what is around; not where it would round twice."""
     if bias.dtype not in _WIDE or beta != 1 or alpha != 1:
         return NotImplemented
     return x @ y + bias
 
 
-def diagonal_of_copy(x: Tensor, source: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Any:
+def _diagonal_of_copy(x: Tensor, source: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Any:
     """`diagonal_scatter` into one of many elements in one place, which Inductor would write to, and raises."""
     return x.contiguous().diagonal_scatter(source, offset, dim1, dim2) if 0 in x.stride() else NotImplemented
+
+
+DECOMPOSITIONS = {_aten.addmm.default: _product_and_sum, _aten.diagonal_scatter.default: _diagonal_of_copy}
 
 
 @contextlib.contextmanager
