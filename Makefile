@@ -129,7 +129,7 @@ machine-code: $(call installed,test)
 	env -u TRITON_INTERPRET $(RUN) -m perf.machine_code $(MACHINE_CODE_ARGS)
 
 doctest: $(call installed,test)
-	$(PYTEST) --doctest-glob='*.md' docs README.md $(PYTEST_ARGS)
+	$(PYTEST) --doctest-glob='*.md' docs README.md $(PARALLEL) $(PYTEST_ARGS)
 
 docs: $(call installed,docs)
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build
