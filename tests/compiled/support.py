@@ -6,14 +6,10 @@ import torch
 from torch import nn
 
 import primitives as pr
+from tests.support import data as data
 
 # Programs run node by node: the same graphs as for Inductor, in milliseconds.
 plainly = functools.partial(pr.compile, backend="eager")
-
-
-def data(*shape, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, dtype=torch.float64, generator=generator)
 
 
 def same(found, truth, tol=1e-10):

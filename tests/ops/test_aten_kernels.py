@@ -275,11 +275,3 @@ def test_log_softmax(length, dim, bound):
     assert ((ours.double() - want).abs() <= (bound + torch.finfo(torch.float32).eps * largest) * want).all()
     even = torch.full_like(x, 1 / length)
     check_lost(SOFTMAX.bwd, (alike, even, dim, 1.0, torch.float32), (alike.max() / length,), bound)
-
-
-@pytest.mark.usefixtures("backend")
-def test_log_softmax_over_a_long_first_axis():
-    """Each element is rounded away in a running sum of those before it: ATen's own is wrong by more than 1e-3 here."""
-    x = torch.zeros(2**20, 2)
-    x[0] = 0.3
-    assert_close(LOG_SOFTMAX.forward(x, 0, None), torch.log_softmax(x.double(), 0), dtype=torch.float32)

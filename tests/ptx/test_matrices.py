@@ -74,23 +74,6 @@ def test_mma(kind):
     np.testing.assert_array_equal(out, fragment(a @ b + c, place_of_c, 4))
 
 
-def test_mma_of_doubles():
-    rng = np.random.default_rng(1)
-    a, b, c = (rng.standard_normal(shape) for shape in ((8, 4), (4, 8), (8, 8)))
-    lanes = range(32)
-    given = [np.array([a[n >> 2, n % 4] for n in lanes]), np.array([b[n % 4, n >> 2] for n in lanes])]
-    given.append(np.array([[c[n >> 2, 2 * (n % 4) + i] for i in (0, 1)] for n in lanes]))
-    out = np.zeros((32, 2))
-    body = """.reg .b64 %d<9>; mad.wide.u32 %rd0, %r0, 16, %rd0; mad.wide.u32 %rd1, %r0, 8, %rd1;
-    mad.wide.u32 %rd2, %r0, 8, %rd2; mad.wide.u32 %rd3, %r0, 16, %rd3; ld.global.b64 %d1, [%rd1];
-    ld.global.b64 %d2, [%rd2]; ld.global.v2.b64 {%d3, %d4}, [%rd3];
-    mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%d3, %d4}, {%d1}, {%d2}, {%d3, %d4};
-    st.global.v2.b64 [%rd0], {%d3, %d4};"""
-    assert not run(body, [out, *given])[0]
-    expected = a @ b + c
-    np.testing.assert_allclose(out, [[expected[n >> 2, 2 * (n % 4) + i] for i in (0, 1)] for n in lanes])
-
-
 # Threads fill shared memory, two bytes each at a time, before anything reads it.
 FILL = """mul.lo.u32 %r90, %r0, 2; cvt.u64.u32 %rd7, %r90; add.u64 %rd7, %rd1, %rd7; mov.u32 %r91, 0;
 again: ld.global.b16 %rs1, [%rd7]; st.shared.b16 [%r90], %rs1; add.u32 %r90, %r90, {step}; add.u64 %rd7, %rd7, {step};
