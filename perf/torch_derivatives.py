@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Sequence
@@ -25,7 +24,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.testing import assert_close
-from torch.utils._pytree import tree_unflatten
 
 import primitives as pr
 from perf.operator_calls import Call, as_real, recorded
@@ -44,26 +42,22 @@ WITH_STATISTICS = ("aten.native_group_norm.default", "torch_nn._linear_cross_ent
 _TORCHS = ThreadPoolExecutor(1)
 
 
+def _moving(call: Call) -> list[int]:
+    """The outputs that depend on the tensors that are differentiated, none if torch cannot differentiate these."""
+    try:
+        outputs = call(*[as_real(call.values[n]).clone().requires_grad_() for n in call.positions])
+    except (RuntimeError, NotImplementedError):
+        return []
+    moving = [n for n, y in enumerate(outputs) if isinstance(y, torch.Tensor) and y.requires_grad]
+    return [n for n in moving if outputs[n].dtype == torch.float64 and outputs[n].layout == torch.strided]
+
+
 def _differentiable(call: Call) -> tuple[Call, list[int]] | None:
     """The call with the tensors that torch differentiates, and the outputs that depend on them; None without any."""
-    while call.positions:
-        try:
-            outputs = call(*[as_real(call.values[n]).clone().requires_grad_() for n in call.positions])
-        except (RuntimeError, NotImplementedError) as error:
-            name = re.search(r"with respect to argument '(\w+)'", str(error))
-            arguments = [argument.name for argument in call.operator._schema.arguments]
-            if name is None or name[1] not in arguments:
-                return None
-            number = arguments.index(name[1])
-            args, kwargs = tree_unflatten(list(range(len(call.values))), call.spec)
-            left_out = args[number] if number < len(args) else kwargs.get(name[1])
-            if left_out not in call.positions:
-                return None
-            call = call._replace(positions=[n for n in call.positions if n != left_out])
-            continue
-        moving = [n for n, y in enumerate(outputs) if isinstance(y, torch.Tensor) and y.requires_grad]
-        moving = [n for n in moving if outputs[n].dtype == torch.float64 and outputs[n].layout == torch.strided]
-        return (call, moving) if moving else None
+    for positions in (call.positions, [n for n in call.positions if _moving(call._replace(positions=[n]))]):
+        call = call._replace(positions=positions)
+        if positions and (moving := _moving(call)):
+            return call, moving
     return None
 
 

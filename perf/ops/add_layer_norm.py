@@ -21,10 +21,11 @@ from primitives.ops.norms.add_layer_norm import add_layer_norm_p
 
 
 def _call(
-    functional: Any, x: Tensor, residual: Tensor, weight: Any = None, bias: Any = None, *, centered: bool
+    functional: Any, x: Tensor, residual: Tensor, weight: Any = None, bias: Any = None, ndim: int = 1, *, centered: bool
 ) -> tuple[Tensor, Tensor]:
     """Of this package, or composed of functions of torch."""
-    name, shape, params = "layer_norm" if centered else "rms_norm", x.shape[-1:], (weight, bias)[: 1 + centered]
+    name, shape = "layer_norm" if centered else "rms_norm", x.shape[x.dim() - ndim :]
+    params = (weight, bias)[: 1 + centered]
     if functional is pr.functional:
         return getattr(functional, f"add_{name}")(x, residual, shape, *params, EPS)
     s = x + residual
@@ -47,14 +48,10 @@ def _function(
     *,
     centered: bool,
 ) -> Tensor:
-    shape = x.shape[x.dim() - norm_ndim :]
-    if p:
-        seed = torch.tensor(SEED, device=x.device)
-        y, s, *_ = add_layer_norm_p(x, residual, weight, bias, seed, p, x.dtype, norm_ndim, 0, EPS, centered, False)
-    elif centered:
-        y, s = pr.functional.add_layer_norm(x, residual, shape, weight, bias, EPS)
-    else:
-        y, s = pr.functional.add_rms_norm(x, residual, shape, weight, EPS)
+    if not p:
+        return _both(*_call(pr.functional, x, residual, weight, bias, norm_ndim, centered=centered), x)
+    seed = torch.tensor(SEED, device=x.device)
+    y, s, *_ = add_layer_norm_p(x, residual, weight, bias, seed, p, x.dtype, norm_ndim, 0, EPS, centered, False)
     return _both(y, s, x)
 
 
@@ -73,7 +70,7 @@ def _formula(
     centered: bool,
 ) -> tuple[Tensor, Tensor]:
     s = residual + (x * true_noise(tuple(x.shape), SEED, 0, p).to(x.device, x.dtype) if p else x)
-    return true_norm(s, tuple(range(-norm_ndim, 0)), weight, bias, EPS, centered=centered), s
+    return true_norm(s, tuple(range(-norm_ndim, 0)), weight, bias, centered=centered), s
 
 
 class AddLayerNorm(Operands):
@@ -98,7 +95,7 @@ class AddLayerNorm(Operands):
         return {**self.value("layer_norm", **{**vars(self), "x": s, "grouped": 0}), "s": s, "y_dtype": self.x.dtype}
 
 
-def _calls(workload: Workload, mode: str, *, centered: bool = True) -> list[Call]:
+def _calls(workload: Workload, mode: str, *, centered: bool) -> list[Call]:
     """The calls of a mode, with dropout where the workload is masked."""
     steps: dict[str, Sequence[Step]] = {
         "forward": [("fwd", (), None)],
@@ -116,6 +113,11 @@ def _calls(workload: Workload, mode: str, *, centered: bool = True) -> list[Call
     return with_params(operands, workload, centered=centered).steps(steps[mode])
 
 
+def _functions(*, centered: bool) -> dict[str, Any]:
+    of = {"call": _call, "formula": _formula, "torch_function": _truth, "function": _function, "truth": _truth}
+    return {name: functools.partial(function, centered=centered) for name, function in {**of, "calls": _calls}.items()}
+
+
 # Both summands become y and s; what is left of the cotangents of y and of s is that of both.
 _PASSES = {"forward": 4, "backward": 4, "jvp": 8, "forward_backward": 8}
 _MODES = (*FIRST_ORDER, "x_only")
@@ -123,11 +125,7 @@ _ONE_AXIS = make_options(norm_ndim=1)
 _NOISY = make_options(norm_ndim=1, p=0.4)
 ADD_LAYER_NORM = Op(
     name="add_layer_norm",
-    call=functools.partial(_call, centered=True),
-    formula=functools.partial(_formula, centered=True),
-    torch_function=functools.partial(_truth, centered=True),
-    function=functools.partial(_function, centered=True),
-    truth=functools.partial(_truth, centered=True),
+    **_functions(centered=True),
     arguments=("x", "residual", "weight", "bias"),
     differentiable=("x", "residual", "weight", "bias"),
     parameter_shape=lambda sample, name: (
@@ -168,7 +166,6 @@ ADD_LAYER_NORM = Op(
         unnamed((512, 512), "float64"),
     ),
     resized=((unnamed((4096, 4096), masked=True), (4095, 1008)),),
-    calls=_calls,
     modes=_MODES,
     rounds_first=True,
     passes=_PASSES,
@@ -177,11 +174,7 @@ ADD_LAYER_NORM = Op(
 ADD_RMS_NORM = ADD_LAYER_NORM.sibling(
     "add_rms_norm",
     ("x", "residual", "weight"),
-    call=functools.partial(_call, centered=False),
-    formula=functools.partial(_formula, centered=False),
-    torch_function=functools.partial(_truth, centered=False),
-    function=functools.partial(_function, centered=False),
-    truth=functools.partial(_truth, centered=False),
+    **_functions(centered=False),
     samples=(
         Sample((13, 31), _NOISY),
         Sample((2, 3, 8), _ONE_AXIS, layout="transposed", mixed=True),
@@ -196,6 +189,5 @@ ADD_RMS_NORM = ADD_LAYER_NORM.sibling(
         Workload("Llama 405B", (4096, 16384)),
     ),
     cpu_workloads=(Workload("Llama 8B", (512, 4096), "float32", quick=True),),
-    calls=functools.partial(_calls, centered=False),
     num_params=1,
 )

@@ -13,7 +13,7 @@ import primitives as pr
 from perf.calls import EPS, Call, Operands, Step, random, randoms
 from perf.ops._norm_steps import NORM_MODES, norm_calls
 from perf.ops.record import Op
-from perf.ops.samples import ABSENT_PARAMS, LAYOUTS, Sample, make_samples, true_norm
+from perf.ops.samples import ABSENT_PARAMS, LAYOUTS, Sample, affine, make_samples, true_norm
 from perf.ops.workload import FIRST_ORDER, KERNEL_MODES, Workload, unnamed
 
 MOMENTUM = 0.3
@@ -23,24 +23,19 @@ def _batch_norm(x: Tensor, weight: Any, bias: Any, running_mean: Any, running_va
     return pr.functional.pure_batch_norm(x, running_mean, running_var, weight, bias, True, MOMENTUM, EPS)
 
 
-def _per_channel(value: Tensor, x: Tensor) -> Tensor:
-    return value.reshape(1, -1, *[1] * (x.dim() - 2))
+def per_channel(value: Any, x: Tensor) -> Any:
+    """A number of each channel, that goes with x."""
+    return None if value is None else value.reshape(1, -1, *[1] * (x.dim() - 2))
 
 
-def _true_batch_norm(
-    x: Tensor, weight: Any = None, bias: Any = None, running_mean: Any = None, running_var: Any = None
-) -> tuple:
-    axes = (0, *range(2, x.dim()))
-    weight, bias = (None if p is None else _per_channel(p, x) for p in (weight, bias))
-    y = true_norm(x, axes, weight, bias, EPS)
-    if running_mean is None:
-        return (y,)
-    if x.numel() == 0:
-        return y, running_mean, running_var
-    mean = x.mean(axes)
-    unbiased = (x - _per_channel(mean, x)).square().sum(axes) / (x.numel() // x.shape[1] - 1)
-    mixed = ((1 - MOMENTUM) * old + MOMENTUM * new for old, new in ((running_mean, mean), (running_var, unbiased)))
-    return y, *mixed
+def true_training_norm(x: Tensor, weight: Any = None, bias: Any = None, *running: Any, batch: bool = True) -> tuple:
+    """Batch norm by its definition, or instance norm, and the running statistics that it leaves."""
+    axes = (*[0] * batch, *range(2, x.dim()))
+    y = true_norm(x, axes, per_channel(weight, x), per_channel(bias, x))
+    if not running or running[0] is None or x.numel() == 0:
+        return y, *running
+    moments = (moment if batch else moment.mean(0) for moment in (x.mean(axes), x.var(axes)))
+    return y, *((1 - MOMENTUM) * old + MOMENTUM * new for old, new in zip(running, moments, strict=True))
 
 
 def _call(
@@ -57,10 +52,9 @@ def _running(workload: Workload, draw: Callable[..., Tensor]) -> tuple[Tensor, .
     return mean, variance.square_().add_(0.5)
 
 
-def _true_batch_norm_eval(x: Tensor, weight: Any, bias: Any, running_mean: Tensor, running_var: Tensor) -> Tensor:
-    y = (x - _per_channel(running_mean, x)) / _per_channel((running_var + EPS).sqrt(), x)
-    y = y if weight is None else y * _per_channel(weight, x)
-    return y if bias is None else y + _per_channel(bias, x)
+def _true_batch_norm_eval(x: Tensor, weight: Any, bias: Any, *running: Tensor) -> Tensor:
+    mean, variance = (per_channel(value, x) for value in running)
+    return affine((x - mean) / (variance + EPS).sqrt(), per_channel(weight, x), per_channel(bias, x))
 
 
 class BatchNorm(Operands):
@@ -151,7 +145,7 @@ BATCH_NORM = Op(
     name="batch_norm",
     call=functools.partial(_call, training=True),
     function=_batch_norm,
-    truth=_true_batch_norm,
+    truth=true_training_norm,
     arguments=("x", "weight", "bias", "running_mean", "running_var"),
     differentiable=("x", "weight", "bias"),
     parameter_shape=lambda sample, name: (sample.shape[1],),

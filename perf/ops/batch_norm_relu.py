@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -80,14 +79,13 @@ def _calls(workload: Workload, mode: str, *, training: bool) -> list[Call]:
 
 # The residual and its tangent are read, and its cotangent written.
 _PASSES = {"forward": 3, "backward": 5, "jvp": 6, "forward_backward": 8}
-BATCH_NORM_RELU = dataclasses.replace(
-    BATCH_NORM,
-    name="batch_norm_relu",
+BATCH_NORM_RELU = BATCH_NORM.sibling(
+    "batch_norm_relu",
+    ("x", "residual", "weight", "bias", *NO_RUNNING),
+    family="",
     call=functools.partial(_call, training=True),
     function=functools.partial(_function, training=True),
-    torch_function=None,
     truth=functools.partial(_truth, BATCH_NORM),
-    arguments=("x", "residual", "weight", "bias", *NO_RUNNING),
     differentiable=("x", "residual", "weight", "bias"),
     parameter_shape=lambda sample, name: sample.shape if name == "residual" else (sample.shape[1],),
     # The norm has its own.
@@ -105,7 +103,6 @@ BATCH_NORM_RELU = dataclasses.replace(
     not_kept=("residual", "bias", *NO_RUNNING),
     num_kept=2,
     gpu_workloads=(Workload("ResNet-50", RESNET, quick=True), Workload("ResNet-50", RESNET, channels_last=True)),
-    cpu_workloads=(),
     other_workloads=(unnamed(RESNET, "float32"), unnamed((64, 2048, 7, 7)), unnamed((32, 64, 16, 16), "float64")),
     resized=((unnamed((64, 256, 14, 14)), (63, 80)),),
     calls=functools.partial(_calls, training=True),
@@ -114,13 +111,13 @@ BATCH_NORM_RELU = dataclasses.replace(
     constants=BATCH_NORM_EVAL.constants,
     kink=lambda *tensors: _sum(BATCH_NORM, *tensors)[0],
 )
-BATCH_NORM_RELU_EVAL = dataclasses.replace(
-    BATCH_NORM_RELU,
-    name="batch_norm_relu_eval",
+BATCH_NORM_RELU_EVAL = BATCH_NORM_RELU.sibling(
+    "batch_norm_relu_eval",
+    BATCH_NORM_RELU.arguments,
+    family="",
     function_name="batch_norm_relu",
     call=functools.partial(_call, training=False),
     function=functools.partial(_function, training=False),
-    torch_function=None,
     truth=functools.partial(_truth, BATCH_NORM_EVAL),
     differentiable=BATCH_NORM_RELU.arguments,
     samples=(
@@ -133,8 +130,7 @@ BATCH_NORM_RELU_EVAL = dataclasses.replace(
     small=Sample((2, 2, 2)),
     tiny=Sample((2, 1)),
     not_kept=("residual", "bias"),
-    other_workloads=(),
-    resized=(),
+    gpu_workloads=BATCH_NORM_RELU.gpu_workloads,
     calls=functools.partial(_calls, training=False),
     kink=lambda *tensors: _sum(BATCH_NORM_EVAL, *tensors)[0],
 )

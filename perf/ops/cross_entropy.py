@@ -48,7 +48,7 @@ def _labels(x: Tensor, dim: int) -> Tensor:
     return torch.where(rows % 4 == 2, -1, (7 * rows + 2) % max(x.shape[dim] - 1, 1)).reshape(shape)
 
 
-def _soft_cross_entropy(x: Tensor, target: Tensor, dim: int, smoothing: float = 0.0, z_loss: float = 0.25) -> Tensor:
+def _loss(x: Tensor, target: Tensor, dim: int, smoothing: float = 0.0, z_loss: float = 0.25) -> Tensor:
     loss, lse = cross_entropy_p(x, target, dim, smoothing)
     if not target.is_floating_point():
         lse = lse.masked_fill(target < 0, 0.0)
@@ -56,33 +56,27 @@ def _soft_cross_entropy(x: Tensor, target: Tensor, dim: int, smoothing: float = 
     return torch.add(loss, lse.square(), alpha=z_loss).unsqueeze(dim).expand_as(x).to(x.dtype)
 
 
-def _cross_entropy(x: Tensor, dim: int, smoothing: float = 0.0, z_loss: float = 0.25) -> Tensor:
-    return _soft_cross_entropy(x, _labels(x, dim), dim, smoothing, z_loss)
-
-
-def _true_soft_cross_entropy(x: Tensor, target: Tensor, dim: int, smoothing: float = 0.0, z_loss: float = 0.25) -> Any:
+def _true_loss(x: Tensor, target: Tensor, dim: int, smoothing: float = 0.0, z_loss: float = 0.25) -> Tensor:
+    labels = None if target.is_floating_point() else target.unsqueeze(dim)
+    if labels is not None:
+        places = torch.arange(x.shape[dim], device=x.device).reshape([-1, *[1] * (x.dim() - dim - 1)])
+        target = (labels == places).to(x.dtype)
     lse = x.logsumexp(dim, keepdim=True)
     t = (1 - smoothing) * target + smoothing / x.shape[dim]
-    return ((t * (lse - x)).sum(dim, keepdim=True) + z_loss * lse.square()).expand(x.shape)
+    y = ((t * (lse - x)).sum(dim, keepdim=True) + z_loss * lse.square()).expand(x.shape)
+    return y if labels is None else torch.where(labels >= 0, y, 0.0)
 
 
-def _true_cross_entropy(x: Tensor, dim: int, smoothing: float = 0.0, z_loss: float = 0.25) -> Tensor:
-    labels = _labels(x, dim).unsqueeze(dim)
-    places = torch.arange(x.shape[dim], device=x.device).reshape([-1, *[1] * (x.dim() - dim - 1)])
-    y = _true_soft_cross_entropy(x, (labels == places).to(x.dtype), dim, smoothing, z_loss)
-    return torch.where(labels >= 0, y, 0.0)
-
-
-def _torch_soft_cross_entropy(x: Tensor, target: Tensor, dim: int, smoothing: float, z_loss: float = 0.25) -> Tensor:
-    loss = F.cross_entropy(x, target, reduction="none", label_smoothing=smoothing)
+def _torch_loss(x: Tensor, target: Tensor, dim: int, smoothing: float = 0.0, z_loss: float = 0.25) -> Tensor:
+    loss = F.cross_entropy(x, target, reduction="none", label_smoothing=smoothing, ignore_index=-1)
     lse = x.logsumexp(dim)
     lse = lse if target.is_floating_point() else torch.where(target >= 0, lse, 0.0)
     return (loss + z_loss * lse.square()).unsqueeze(dim).expand(x.shape)
 
 
-def _torch_cross_entropy(x: Tensor, dim: int, smoothing: float, z_loss: float = 0.25) -> Tensor:
-    labels = _labels(x, dim)
-    return _torch_soft_cross_entropy(x, torch.where(labels < 0, -100, labels), dim, smoothing, z_loss)
+def _of_labels(loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A loss of x alone, whose labels follow from its shape."""
+    return lambda x, dim, **options: loss(x, _labels(x, dim), dim, **options)
 
 
 class CrossEntropy(Operands):
@@ -163,9 +157,9 @@ CROSS_ENTROPY = Op(
     name="cross_entropy",
     call=_call,
     formula=_formula,
-    function=_cross_entropy,
-    truth=_true_cross_entropy,
-    torch_function=_torch_cross_entropy,
+    function=_of_labels(_loss),
+    truth=_of_labels(_true_loss),
+    torch_function=_of_labels(_torch_loss),
     arguments=("x",),
     differentiable=("x",),
     samples=make_samples(_SHAPES),
@@ -188,9 +182,9 @@ SOFT_CROSS_ENTROPY = Op(
     family="cross_entropy",
     function_name="cross_entropy",
     call=_call,
-    function=_soft_cross_entropy,
-    truth=_true_soft_cross_entropy,
-    torch_function=_torch_soft_cross_entropy,
+    function=_loss,
+    truth=_true_loss,
+    torch_function=_torch_loss,
     arguments=("x", "target"),
     differentiable=("x", "target"),
     parameter_shape=lambda sample, name: sample.shape,

@@ -29,7 +29,7 @@ def _group_norm_silu(functional: Any, x: Tensor, weight: Any = None, bias: Any =
 def _true_group_norm(x: Tensor, weight: Any = None, bias: Any = None, num_groups: int = 2) -> Tensor:
     groups = x.reshape(*x.shape[:1], num_groups, x.shape[1] // num_groups, x[:1, :1].numel())
     weight, bias = (None if p is None else p.reshape(num_groups, -1, 1) for p in (weight, bias))
-    return true_norm(groups, (2, 3), weight, bias, EPS).reshape(x.shape)
+    return true_norm(groups, (2, 3), weight, bias).reshape(x.shape)
 
 
 def _true_group_norm_silu(x: Tensor, weight: Any = None, bias: Any = None, num_groups: int = 2) -> Tensor:
@@ -52,13 +52,10 @@ def _calls(workload: Workload, mode: str, *, silu: bool = False) -> list[Call]:
 
 
 _TWO, _ONE = make_options(num_groups=2), make_options(num_groups=1)
-GROUP_NORM = dataclasses.replace(
-    LAYER_NORM,
-    name="group_norm",
-    family="layer_norm",
+GROUP_NORM = LAYER_NORM.sibling(
+    "group_norm",
+    LAYER_NORM.arguments,
     call=_group_norm,
-    function=None,
-    torch_function=None,
     truth=_true_group_norm,
     parameter_shape=lambda sample, name: (sample.shape[1],),
     samples=make_samples(
@@ -94,7 +91,6 @@ GROUP_NORM = dataclasses.replace(
         unnamed((2, 320, 64, 64), channels_last=True, modes=FIRST_ORDER),
         unnamed((32, 256, 14, 14), dtype="float32", modes=FIRST_ORDER),
     ),
-    resized=(),
     calls=_calls,
     options=_options,
 )

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
 from torch import Tensor
 
 from perf.calls import EPS, Call
-from perf.ops.batch_norm import BATCH_NORM, MOMENTUM, NO_RUNNING
-from perf.ops.samples import ABSENT_PARAMS, LAYOUTS, Sample, make_samples, true_norm
+from perf.ops.batch_norm import BATCH_NORM, MOMENTUM, NO_RUNNING, true_training_norm
+from perf.ops.samples import ABSENT_PARAMS, LAYOUTS, Sample, make_samples
 from perf.ops.workload import FIRST_ORDER, Workload
 from primitives.ops.norms.group_norm import pure_instance_norm
 
@@ -27,20 +28,6 @@ def _with_state(x: Tensor, weight: Any, bias: Any, *running: Any) -> tuple:
     return pure_instance_norm(x, *running, weight, bias, True, MOMENTUM, EPS)
 
 
-def _true_instance_norm(
-    x: Tensor, weight: Any = None, bias: Any = None, running_mean: Any = None, running_var: Any = None
-) -> tuple:
-    axes = tuple(range(2, x.dim()))
-    weight, bias = (None if p is None else p.reshape(-1, *[1] * len(axes)) for p in (weight, bias))
-    y = true_norm(x, axes, weight, bias, EPS)
-    if running_mean is None or x.numel() == 0:
-        return y, running_mean, running_var
-    unbiased = (x - x.mean(axes, keepdim=True)).square().sum(axes) / (math.prod(x.shape[2:]) - 1)
-    moments = x.mean((0, *axes)), unbiased.mean(0)
-    running = running_mean, running_var
-    return y, *((1 - MOMENTUM) * old + MOMENTUM * new for old, new in zip(running, moments, strict=True))
-
-
 def _calls(workload: Workload, mode: str) -> list[Call]:
     samples, channels, *positions = workload.shape
     shape = 1, samples * channels, math.prod(positions)
@@ -52,7 +39,7 @@ INSTANCE_NORM = BATCH_NORM.sibling(
     BATCH_NORM.arguments,
     call=_instance_norm,
     function=_with_state,
-    truth=_true_instance_norm,
+    truth=functools.partial(true_training_norm, batch=False),
     samples=make_samples(
         [((3, 2, 3, 5), ()), ((0, 3, 2), ()), ((2, 3, 7), ()), ((2, 3, 2, 2, 3), ())],
         [*ABSENT_PARAMS, NO_RUNNING, ("bias", *NO_RUNNING)],

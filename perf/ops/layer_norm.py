@@ -22,7 +22,7 @@ def _layer_norm(functional: Any, x: Tensor, weight: Any = None, bias: Any = None
 
 def true_row_norm(x: Tensor, weight: Any = None, bias: Any = None, norm_ndim: int = 1, **options: Any) -> Tensor:
     """Layer norm, or RMS norm if it is not `centered`."""
-    return true_norm(x, tuple(range(-norm_ndim, 0)), weight, bias, EPS, **options)
+    return true_norm(x, tuple(range(-norm_ndim, 0)), weight, bias, **options)
 
 
 class LayerNorm(Operands):

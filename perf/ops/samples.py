@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from perf.calls import EPS
 from primitives.testing import _compare
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -74,12 +75,16 @@ def normal(shape: Sequence[int], seed: int, mean: float = 0.0) -> Tensor:
     return torch.randn(tuple(shape), generator=generator, dtype=torch.float64, device="cpu") + mean
 
 
-def true_norm(x: Tensor, axes: tuple[int, ...], weight: Any, bias: Any, eps: float, *, centered: bool = True) -> Tensor:
-    """`x` normalized over `axes` in plain operations, times `weight` and plus `bias` where there is one."""
-    y = x - x.mean(axes, keepdim=True) if centered else x
-    y = y / (y.square().mean(axes, keepdim=True) + eps).sqrt()
+def affine(y: Tensor, weight: Any, bias: Any) -> Tensor:
+    """`y` times `weight` and plus `bias` where there is one."""
     y = y if weight is None else y * weight
     return y if bias is None else y + bias
+
+
+def true_norm(x: Tensor, axes: tuple[int, ...], weight: Any, bias: Any, *, centered: bool = True) -> Tensor:
+    """`x` normalized over `axes` in plain operations, times `weight` and plus `bias` where there is one."""
+    y = x - x.mean(axes, keepdim=True) if centered else x
+    return affine(y / (y.square().mean(axes, keepdim=True) + EPS).sqrt(), weight, bias)
 
 
 def arranged(values: Tensor, layout: str) -> Tensor:
