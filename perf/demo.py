@@ -21,6 +21,7 @@ from torch.func import functional_call, jvp
 from torch.nn.functional import cross_entropy
 
 import primitives as pr
+from primitives._audit.nestings import difference
 
 Loss = Callable[..., Tensor]
 
@@ -38,15 +39,6 @@ In a model of your own:
 """
 
 
-class Digits(NamedTuple):
-    """Images `[number, 8, 8]` between 0 and 1 and labels `[number]`, to train on and held out; float64."""
-
-    images: Tensor
-    labels: Tensor
-    held_out_images: Tensor
-    held_out_labels: Tensor
-
-
 class Outcome(NamedTuple):
     """The error of the loss's gradient before training, and what training came to."""
 
@@ -57,14 +49,17 @@ class Outcome(NamedTuple):
     step_seconds: float
 
 
-def load() -> Digits:
-    """The 1,797 digits that ship with scikit-learn, every fifth held out."""
+def load() -> tuple[Tensor, ...]:
+    """The 1,797 digits that ship with scikit-learn, `[number, 8, 8]` between 0 and 1, and labels; in float64.
+
+    They come as images and labels to train on, and every fifth held out.
+    """
     from sklearn.datasets import load_digits
 
     digits: Any = load_digits()
     images, labels = torch.as_tensor(digits.images) / 16, torch.as_tensor(digits.target)
     held_out = torch.arange(len(labels)) % 5 == 0
-    return Digits(images[~held_out], labels[~held_out], images[held_out], labels[held_out])
+    return images[~held_out], labels[~held_out], images[held_out], labels[held_out]
 
 
 def network() -> nn.Module:
@@ -87,11 +82,11 @@ def shift_of(images: Tensor) -> Tensor:
     return (images.roll(1, -1) - images.roll(-1, -1)) / 2
 
 
-def batches(digits: Digits, steps: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+def batches(images: Tensor, labels: Tensor, steps: int) -> list[tuple[Tensor, Tensor, Tensor]]:
     """Images, labels and shifts of each step, the same each time."""
     generator = torch.Generator().manual_seed(0)
-    drawn = (torch.randint(len(digits.labels), (BATCH_SIZE,), generator=generator) for _ in range(steps))
-    return [(digits.images[at], digits.labels[at], shift_of(digits.images[at])) for at in drawn]
+    drawn = (torch.randint(len(labels), (BATCH_SIZE,), generator=generator) for _ in range(steps))
+    return [(images[at], labels[at], shift_of(images[at])) for at in drawn]
 
 
 def gradient_error(loss: Loss, batch: tuple[Tensor, Tensor, Tensor]) -> float:
@@ -102,19 +97,18 @@ def gradient_error(loss: Loss, batch: tuple[Tensor, Tensor, Tensor]) -> float:
     directions = [torch.randn_like(param) for param in params.values()]
     found = sum((one * other).sum() for one, other in zip(gradients, directions, strict=True))
 
-    def at(distance: float) -> Tensor:
-        pairs = zip(params.items(), directions, strict=True)
-        moved = {name: param.detach() + distance * direction for (name, param), direction in pairs}
-        return digit_loss(lambda images: functional_call(model, moved, (images,)), *batch)
+    def at(*values: Tensor) -> Tensor:
+        weights = dict(zip(params, values, strict=True))
+        return digit_loss(lambda images: functional_call(model, weights, (images,)), *batch)
 
     # Torch has the loss right, and its gradient wrong.
-    true = (at(1e-5) - at(-1e-5)) / 2e-5
-    return abs(found / true - 1).item()
+    return abs(found / difference(at, directions)(*params.values()) - 1).item()
 
 
-def run(loss: Loss, digits: Digits, steps: int) -> Outcome:
+def run(loss: Loss, digits: Sequence[Tensor], steps: int) -> Outcome:
     """Train a network on `loss`."""
-    fed = batches(digits, steps)
+    images, labels, held_out_images, held_out_labels = digits
+    fed = batches(images, labels, steps)
     error, model = gradient_error(loss, fed[0]), network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.1)
     value, seconds = torch.zeros(()), []
@@ -125,14 +119,10 @@ def run(loss: Loss, digits: Digits, steps: int) -> Outcome:
         value.backward()
         optimizer.step()
         seconds.append(time.perf_counter() - start)
-
-    def accuracy(images: Tensor) -> float:
-        return (model(images).argmax(-1) == digits.held_out_labels).double().mean().item()
-
-    images = digits.held_out_images
     with torch.no_grad():
-        shifted = statistics.mean(accuracy(images.roll(pixels, -1)) for pixels in (1, -1))
-        return Outcome(error, accuracy(images), shifted, value.item(), statistics.median(seconds))
+        moved = (held_out_images.roll(pixels, -1) for pixels in (0, 1, -1))
+        right = [(model(images).argmax(-1) == held_out_labels).double().mean().item() for images in moved]
+    return Outcome(error, right[0], statistics.mean(right[1:]), value.item(), statistics.median(seconds))
 
 
 def table(found: dict[str, Outcome]) -> str:
