@@ -1,6 +1,6 @@
 """The workloads and providers of the bench: named workloads, shapes at which models call operations, by the records.
 
-The table of machine code has their kernels. A shape is added to the record of its op (`perf.ops`).
+The table of machine code has their kernels. A shape is a line of `perf/ops/workloads.csv`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ ONLY_OP = dict.fromkeys(LIBRARIES, "layer_norm") | dict.fromkeys((*SDPA_BACKENDS
 _BY_OP = itertools.zip_longest(*(case.gpu_workloads for case in CASES))
 GPU_WORKLOADS = tuple(w for workloads in _BY_OP for w in workloads if w is not None)
 # First derivatives of bfloat16 stand for autocast on CPU.
-CPU_WORKLOADS = tuple(w for case in (*CASES, *COMPOSED) for w in case.cpu_workloads)
+CPU_WORKLOADS = tuple(w for case in (*CASES, *COMPOSED) for w in case.workloads("cpu"))
 
 
 def units(device: str, *, quick: bool = False, every_mode: bool = False) -> list[tuple[Workload, str]]:

@@ -26,7 +26,7 @@ from perf.machine_code.table import Row, read_table, read_version
 from perf.ops import CASES
 from perf.ops.batch_norm import BatchNorm
 from perf.ops.layer_norm import LAYER_NORM, LayerNorm
-from perf.ops.workload import Workload, unnamed
+from perf.ops.workload import Workload
 from perf.workloads import launch_mode
 from primitives.kernels.runtime.chips import CHIPS
 from primitives.kernels.runtime.kernel import INTERPRETED
@@ -142,7 +142,7 @@ def test_a_loop_says_how_many_steps_are_under_way_with_one_to_four_stages(chip_n
 
 def test_mistakes_of_plans_break_the_rules() -> None:
     """A layer norm backward with too few warps, or no alignment."""
-    chip_name, workload = "sm_90", unnamed((8192, 4096), op="layer_norm")
+    chip_name, workload = "sm_90", Workload("", (8192, 4096), op="layer_norm")
     (launch, *_) = launches(chip_name, workload, lambda: launch_mode(workload, "backward"))
     # The compiler takes no more registers than leave room for the other programs.
     mistakes = ({"num_warps": launch.constants["num_warps"] // 2}, "registers"), ({"ALIGN": 1}, "narrow")

@@ -10,7 +10,7 @@ import torch
 from perf.calls import Call, Operands, Step, randoms
 from perf.ops.record import Op
 from perf.ops.samples import Sample, make_options, make_samples
-from perf.ops.workload import FIRST_ORDER, KERNEL_MODES, Workload, unnamed
+from perf.ops.workload import FIRST_ORDER, KERNEL_MODES, Workload
 from primitives._core import registered_primitives
 
 # Beside the bench's modes: the launcher `double_backward` with some of its results and with all.
@@ -21,8 +21,6 @@ _OUTPUT_MASKS = {
     "gradient_backward": (False, True, False),
     "all_results": (True, True, True),
 }
-# Rows that are held and swept, some by several programs, odd ones, and rows across which tiles run.
-_SIZES = ((8192, 1000), (8192, 4096), (8192, 4097), (2048, 128256), (64, 128256))
 
 
 class RowMapOperands(Operands):
@@ -97,21 +95,6 @@ def row_map(
             Sample((8200, 17), make_options(dim=0)),
         ),
         "not_kept": ("y" if keeps_x else "x",),
-        "small_workloads": (
-            Workload("rows", (6, 20), dtype="float32"),
-            Workload("inner", (4, 20, 5), dtype="float32", dim=1),
-        ),
-        "other_workloads": (
-            *(unnamed(sizes) for sizes in _SIZES),
-            unnamed((512, 512), "float64"),
-            unnamed((16, 5000, 96), "float32", dim=1, modes=FIRST_ORDER),
-        ),
-        "resized": (
-            (unnamed((4096, 4096)), (4095, 1008)),
-            (unnamed((1024, 128256)), (1023, 400)),
-            (unnamed((64, 128256)), (63, 80)),
-            (unnamed((16, 21, 64, 64), dim=1), (15, 32)),
-        ),
         "calls": calls,
         "modes": (*modes, *(mode for mode in _OUTPUT_MASKS if has_second and mode not in KERNEL_MODES)),
         "options": lambda workload: {"dim": workload.dim},

@@ -16,7 +16,7 @@ from perf.ops.layer_norm import with_params
 from perf.ops.philox_truth import true_noise
 from perf.ops.record import Op
 from perf.ops.samples import Sample, make_options, make_samples, true_norm
-from perf.ops.workload import DROPOUT_P, FIRST_ORDER, Workload, unnamed
+from perf.ops.workload import DROPOUT_P, FIRST_ORDER, Workload
 from primitives.ops.norms.add_layer_norm import add_layer_norm_p
 
 
@@ -146,26 +146,6 @@ ADD_LAYER_NORM = Op(
     tiny=Sample((1, 3), _NOISY, absent=("bias",)),
     large=(Sample((3, 8195), _NOISY), Sample((17_000, 9), _NOISY)),
     not_kept=("x", "residual", "bias", "y"),
-    small_workloads=(
-        unnamed((6, 20), "float32"),
-        unnamed((6, 20), masked=True),
-        unnamed((6, 20), "float32", affine=False),
-        unnamed((6, 18), masked=True),
-    ),
-    gpu_workloads=(
-        Workload("GPT-2 medium", (8192, 1024)),
-        Workload("Llama 8B width", (8192, 4096), quick=True),
-        Workload("long rows", (512, 131072)),
-    ),
-    cpu_workloads=(Workload("GPT-2", (2048, 768), "float32", quick=True),),
-    other_workloads=(
-        unnamed((8192, 768), masked=True, modes=_MODES),
-        unnamed((8192, 4096), modes=("x_only",)),
-        unnamed((8192, 4096), "float32", masked=True),
-        unnamed((8192, 5124)),
-        unnamed((512, 512), "float64"),
-    ),
-    resized=((unnamed((4096, 4096), masked=True), (4095, 1008)),),
     modes=_MODES,
     rounds_first=True,
     passes=_PASSES,
@@ -182,12 +162,5 @@ ADD_RMS_NORM = ADD_LAYER_NORM.sibling(
     ),
     tiny=Sample((1, 3), _ONE_AXIS),
     large=(Sample((3, 8195), _NOISY),),
-    small_workloads=(unnamed((6, 20), "float32"),),
-    gpu_workloads=(
-        Workload("Llama 8B", (8192, 4096), quick=True),
-        Workload("Llama 70B", (8192, 8192)),
-        Workload("Llama 405B", (4096, 16384)),
-    ),
-    cpu_workloads=(Workload("Llama 8B", (512, 4096), "float32", quick=True),),
     num_params=1,
 )

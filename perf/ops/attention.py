@@ -23,7 +23,7 @@ from perf.ops.philox_truth import true_noise
 from perf.ops.record import Op
 from perf.ops.samples import Sample
 from perf.ops.samples import make_options as _options
-from perf.ops.workload import DROPOUT_P, MODES, Workload, unnamed
+from perf.ops.workload import DROPOUT_P, MODES, Workload
 
 
 def _scaled_dot_product_attention(
@@ -180,14 +180,6 @@ def _calls(workload: Workload, mode: str) -> list[Call]:
 
 # Its backward of a jvp has a target of its own.
 ATTENTION_MODES = MODES[:6]
-_attention_of = functools.partial(Workload, modes=ATTENTION_MODES)
-_OF_MASKS = ("forward", "backward", "jvp", "all_results")
-_OTHER = (
-    unnamed((8, 12, 1024, 64), causal=True, modes=("all_results",)),
-    unnamed((2, 32, 4096, 128), key_heads=8, causal=True, modes=("all_results",)),
-    unnamed((8, 12, 1024, 64), masked=True, modes=_OF_MASKS),
-    unnamed((8, 12, 1024, 64), "float32", modes=_OF_MASKS),
-)
 ATTENTION = Op(
     name="attention",
     call=_scaled_dot_product_attention,
@@ -216,31 +208,6 @@ ATTENTION = Op(
     first="q",
     like_first=("k", "v"),
     num_kept=2,
-    small_workloads=(
-        _attention_of("grouped", shape=(2, 4, 6, 5), dtype="float32", key_heads=2, causal=True),
-        _attention_of("plain", shape=(1, 2, 6, 5), dtype="float32"),
-        _attention_of("causal", shape=(1, 1, 6, 5), dtype="float32", causal=True),
-        _attention_of("shared", shape=(1, 4, 6, 5), dtype="float32", key_heads=1, causal=True),
-        _attention_of("masked", shape=(1, 2, 6, 5), dtype="float32", masked=True),
-    ),
-    gpu_workloads=(
-        _attention_of("GPT-2", shape=(8, 12, 1024, 64), causal=True, quick=True),
-        # Images of 256 and of 512 pixels.
-        _attention_of("DiT-XL/2", shape=(64, 16, 256, 72), whole=True),
-        _attention_of("DiT-XL/2", shape=(16, 16, 1024, 72)),
-        _attention_of("Llama 8B", shape=(2, 32, 4096, 128), key_heads=8, causal=True, whole=True),
-        _attention_of("Llama 8B, 16k tokens", shape=(1, 32, 16384, 128), key_heads=8, causal=True),
-    ),
-    cpu_workloads=(
-        _attention_of("GPT-2", shape=(1, 12, 1024, 64), dtype="float32", causal=True),
-        _attention_of("DiT-XL/2", shape=(2, 16, 256, 72), dtype="float32", quick=True),
-        _attention_of("Llama 8B", shape=(1, 32, 512, 128), dtype="float32", key_heads=8, causal=True),
-    ),
-    other_workloads=_OTHER,
-    resized=(
-        (unnamed((2, 8, 1024, 128), key_heads=2, causal=True), (3, 16)),
-        (unnamed((2, 8, 1024, 72), masked=True), (3, 16)),
-    ),
     calls=_calls,
     modes=(*ATTENTION_MODES, "all_results"),
     formula=_formula,

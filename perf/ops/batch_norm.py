@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -14,7 +14,7 @@ from perf.calls import EPS, Call, Operands, Step, random, randoms
 from perf.ops._norm_steps import NORM_MODES, norm_calls
 from perf.ops.record import Op
 from perf.ops.samples import ABSENT_PARAMS, LAYOUTS, Sample, affine, make_samples, true_norm
-from perf.ops.workload import FIRST_ORDER, KERNEL_MODES, Workload, unnamed
+from perf.ops.workload import FIRST_ORDER, Workload
 
 MOMENTUM = 0.3
 
@@ -81,38 +81,6 @@ class BatchNorm(Operands):
         return cls(**full_size, **params, batch_ndim=batch_ndim)
 
 
-def _resnet() -> Iterator[Workload]:
-    for channels_last in (False, True):
-        for channels, side in ((64, 112), (64, 56), (256, 56), (512, 28), (1024, 14), (2048, 7)):
-            # The largest layer and the one in the middle of the network stand for the second derivatives.
-            second = channels in {256, 1024}
-            yield Workload(
-                "ResNet-50",
-                (64, channels, side, side),
-                channels_last=channels_last,
-                modes=KERNEL_MODES if second else FIRST_ORDER,
-                quick=channels == 256 and not channels_last,
-                whole=channels == 256,
-            )
-
-
-RESNET = (64, 256, 56, 56)
-_OF_TRAINING = ("forward", "backward", "hvp")
-_OF_CHANNELS = ("backward_of_jvp", "x_only", "gradient_backward", "all_results", "evaluation")
-_OTHER = (
-    unnamed(RESNET, modes=_OF_CHANNELS),
-    unnamed(RESNET, channels_last=True, modes=_OF_CHANNELS),
-    unnamed(RESNET, "float32", modes=("hvp", "all_results")),
-    unnamed((8192, 1000), "float32"),
-    unnamed((32, 64, 16, 16), "float64"),
-    # Channels, or positions of a channel, that are loaded one by one.
-    unnamed((64, 1001, 14, 14), channels_last=True, modes=_OF_TRAINING),
-    unnamed((64, 1001, 14, 14), "float32", channels_last=True, modes=_OF_TRAINING),
-    unnamed((64, 2048, 7, 7), modes=("hvp",)),
-    unnamed((64, 2048, 7, 7), "float32", modes=_OF_TRAINING),
-)
-
-
 def _calls(workload: Workload, mode: str) -> list[Call]:
     operands = BatchNorm.draw(workload.shape, workload.torch_dtype, arrange=workload.arrange)
     if workload.op != "batch_norm_eval" and mode != "evaluation":
@@ -160,30 +128,6 @@ BATCH_NORM = Op(
     large=_LARGE_CHANNELS,
     not_kept=("bias", "y", "running_mean", "running_var"),
     positive=("running_var",),
-    small_workloads=(
-        Workload("first", (8, 4, 8, 8), dtype="float32"),
-        Workload("last", (4, 3, 4, 4), dtype="float32", channels_last=True),
-        Workload("odd", (4, 3, 7, 7), dtype="float32"),
-    ),
-    gpu_workloads=(
-        *_resnet(),
-        Workload("ResNet-50", RESNET, dtype="float16", modes=FIRST_ORDER),
-        Workload("ResNet-50", RESNET, dtype="float32", modes=FIRST_ORDER),
-        Workload("BatchNorm1d", (8192, 1024), whole=True),
-        Workload("video", (8, 64, 16, 56, 56)),
-    ),
-    cpu_workloads=(
-        Workload("ResNet-50", (8, 64, 56, 56), dtype="float32", quick=True),
-        Workload("ResNet-50", (8, 64, 56, 56), dtype="float32", channels_last=True, quick=True),
-        Workload("ResNet-50", (8, 256, 28, 28), dtype="float32"),
-        Workload("BatchNorm1d", (2048, 1024), dtype="float32"),
-    ),
-    other_workloads=_OTHER,
-    resized=(
-        (unnamed((64, 256, 14, 14)), (63, 80)),
-        (unnamed((64, 256, 14, 14), channels_last=True), (63, 80)),
-        (unnamed((8192, 1024)), (8191, 6400)),
-    ),
     calls=_calls,
     modes=(*NORM_MODES, "evaluation"),
     has_channels=True,
@@ -204,14 +148,6 @@ BATCH_NORM_EVAL = Op(
     large=_LARGE_CHANNELS,
     not_kept=("bias", "y"),
     positive=("running_var",),
-    small_workloads=(
-        Workload("first", (8, 8, 8, 8), dtype="float32", modes=FIRST_ORDER),
-        Workload("last", (8, 8, 8, 8), dtype="float32", channels_last=True, modes=FIRST_ORDER),
-    ),
-    gpu_workloads=(
-        Workload("ResNet-50", RESNET, modes=FIRST_ORDER, quick=True),
-        Workload("ResNet-50", RESNET, channels_last=True, modes=FIRST_ORDER),
-    ),
     calls=_calls,
     modes=FIRST_ORDER,
     has_channels=True,

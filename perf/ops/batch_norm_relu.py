@@ -11,10 +11,10 @@ from torch import Tensor
 
 import primitives as pr
 from perf.calls import EPS, Call, Step
-from perf.ops.batch_norm import BATCH_NORM, BATCH_NORM_EVAL, MOMENTUM, NO_RUNNING, RESNET, BatchNorm
+from perf.ops.batch_norm import BATCH_NORM, BATCH_NORM_EVAL, MOMENTUM, NO_RUNNING, BatchNorm
 from perf.ops.record import Op
 from perf.ops.samples import Sample
-from perf.ops.workload import FIRST_ORDER, Workload, unnamed
+from perf.ops.workload import FIRST_ORDER, Workload
 from primitives.ops.norms.batch_norm_functions import batch_norm_of_tensors
 from primitives.ops.rules import weight_beside
 
@@ -102,9 +102,6 @@ BATCH_NORM_RELU = BATCH_NORM.sibling(
     large=(Sample((3, 9, 64, 90), layout="channels_last"),),
     not_kept=("residual", "bias", *NO_RUNNING),
     num_kept=2,
-    gpu_workloads=(Workload("ResNet-50", RESNET, quick=True), Workload("ResNet-50", RESNET, channels_last=True)),
-    other_workloads=(unnamed(RESNET, "float32"), unnamed((64, 2048, 7, 7)), unnamed((32, 64, 16, 16), "float64")),
-    resized=((unnamed((64, 256, 14, 14)), (63, 80)),),
     calls=functools.partial(_calls, training=True),
     modes=FIRST_ORDER,
     passes=_PASSES,
@@ -130,7 +127,6 @@ BATCH_NORM_RELU_EVAL = BATCH_NORM_RELU.sibling(
     small=Sample((2, 2, 2)),
     tiny=Sample((2, 1)),
     not_kept=("residual", "bias"),
-    gpu_workloads=BATCH_NORM_RELU.gpu_workloads,
     calls=functools.partial(_calls, training=False),
     kink=lambda *tensors: _sum(BATCH_NORM_EVAL, *tensors)[0],
 )

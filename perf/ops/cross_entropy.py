@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
@@ -16,7 +15,7 @@ import primitives as pr
 from perf.calls import Call, Operands, Step, randoms
 from perf.ops.record import Op
 from perf.ops.samples import Sample, make_options, make_samples
-from perf.ops.workload import FIRST_ORDER, Workload, unnamed
+from perf.ops.workload import Workload
 from primitives.ops.losses.cross_entropy import cross_entropy_p
 
 
@@ -124,20 +123,6 @@ def _calls(workload: Workload, mode: str) -> list[Call]:
     return [*operands.steps(of_labels), *soft.steps(steps[mode])]
 
 
-_OTHER = (
-    unnamed((64, 128256), modes=FIRST_ORDER),
-    unnamed((512, 512), "float64"),
-    # Its labels would be more than the bench's other rows.
-    unnamed((16, 21, 512, 512), dim=1, modes=FIRST_ORDER),
-)
-_GPU = (
-    Workload("ImageNet head", (8192, 1000), dim=1),
-    Workload("Llama 2 vocabulary", (4096, 32000), dim=1),
-    Workload("GPT-2 vocabulary", (4096, 50257), dim=1, modes=FIRST_ORDER),
-    Workload("Llama 3 vocabulary", (2048, 128256), dim=1, quick=True),
-    Workload("Gemma vocabulary", (1024, 262144), dim=1),
-)
-_RESIZED = ((unnamed((4096, 4096)), (4095, 1008)), (unnamed((64, 128256)), (63, 80)))
 _SHAPES = [
     ((13, 31), make_options(dim=1)),
     ((0, 5), make_options(dim=1)),
@@ -168,13 +153,8 @@ CROSS_ENTROPY = Op(
     large=_LARGE,
     not_kept=("y",),
     rounds_once=False,
-    gpu_workloads=_GPU,
-    cpu_workloads=(Workload("Llama 2 vocabulary", (256, 32000), "float32", dim=1, quick=True),),
-    small_workloads=(Workload("rows", (6, 20), "float32", dim=1), Workload("inner", (4, 20, 5), "float32", dim=1)),
     passes={"forward": 1, "backward": 2, "jvp": 2, "hvp": 3, "double_backward": 3, "forward_backward": 3},
     constants=_classes_of,
-    other_workloads=_OTHER,
-    resized=_RESIZED,
     calls=_calls,
 )
 SOFT_CROSS_ENTROPY = Op(
@@ -201,18 +181,12 @@ SOFT_CROSS_ENTROPY = Op(
     num_kept=2,
     calls=_calls,
 )
-_linear = functools.partial(Workload, modes=(*FIRST_ORDER, "hvp"))
 # It has no kernels of its own, and is tested by itself: of the bench alone, with labels.
 LINEAR_CROSS_ENTROPY = dataclasses.replace(
     CROSS_ENTROPY,
     name="linear_cross_entropy",
     call=_linear_call,
     formula=lambda x, weight, target: _formula(F.linear(x, weight), target),
-    gpu_workloads=(_linear("Llama 3 vocabulary", shape=(4096, 4096), classes=128256, quick=True),),
-    cpu_workloads=(_linear("GPT-2 vocabulary", shape=(256, 64), dtype="float32", classes=50257, quick=True),),
-    small_workloads=(_linear("rows", shape=(6, 5), dtype="float32", classes=7),),
-    other_workloads=(),
-    resized=(),
     passes={},
     num_params=1,
 )

@@ -11,7 +11,7 @@ from perf.calls import Call, random
 from perf.ops.philox_truth import true_noise
 from perf.ops.record import PASSES, Op
 from perf.ops.samples import Sample, make_options, make_samples
-from perf.ops.workload import DROPOUT_P, FIRST_ORDER, Workload, unnamed
+from perf.ops.workload import DROPOUT_P, FIRST_ORDER, Workload
 from primitives.ops.dropout.dropout import dropout_p
 
 SEED, OFFSET = -(2**40) + 12345, 2**33 + 7
@@ -64,13 +64,6 @@ DROPOUT = Op(
     tiny=Sample((1, 3), make_options(p=0.4)),
     large=(Sample((3, 4099), make_options(p=0.4)),),
     not_kept=("x", "y"),
-    small_workloads=(Workload("large", (40, 50), dtype="float32"),),
-    gpu_workloads=(
-        Workload("Llama 8B width", (8192, 4096), quick=True),
-        Workload("Llama 8B width", (8192, 4096), dtype="float32"),
-    ),
-    other_workloads=(unnamed((8192, 4096), modes=("batched",)), unnamed((512, 512), "float64", modes=("forward",))),
-    resized=((unnamed((1024, 4096)), (1023, 400)),),
     calls=_calls,
     modes=(*FIRST_ORDER, "batched"),
     # y_bar alone gives x_bar: what is dropped is drawn anew.

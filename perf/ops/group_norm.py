@@ -13,7 +13,7 @@ from perf.calls import EPS, Call
 from perf.ops._norm_steps import norm_calls
 from perf.ops.layer_norm import CHANNELS_LAST, LAYER_NORM, LayerNorm, with_params
 from perf.ops.samples import ABSENT_PARAMS, LAYOUTS, Sample, make_options, make_samples, true_norm
-from perf.ops.workload import FIRST_ORDER, Workload, unnamed
+from perf.ops.workload import FIRST_ORDER, Workload
 
 
 def _group_norm(functional: Any, x: Tensor, weight: Any = None, bias: Any = None, num_groups: int = 2) -> Tensor:
@@ -73,24 +73,6 @@ GROUP_NORM = LAYER_NORM.sibling(
     small=Sample((2, 4, 2), _TWO),
     tiny=Sample((1, 2, 2), _ONE),
     large=(Sample((1, 4, 17_000), _TWO), Sample((2_100, 4, 3), _TWO), Sample((2, 600, 9), _TWO)),
-    small_workloads=(
-        Workload("affine", (2, 4, 5, 5), dtype="float32"),
-        Workload("plain", (2, 4, 5, 5), dtype="float32", affine=False),
-        Workload("other order", (2, 4, 5, 5), dtype="float32", channels_last=True),
-    ),
-    gpu_workloads=(
-        Workload("Stable Diffusion, first level", (2, 320, 64, 64), quick=True),
-        Workload("Stable Diffusion, last level", (2, 1280, 16, 16)),
-    ),
-    cpu_workloads=(Workload("Stable Diffusion, last level", (2, 1280, 16, 16), "float32", quick=True),),
-    other_workloads=(
-        # DDPM on CIFAR, and positions whose number is not a power of two.
-        unnamed((32, 512, 8, 8)),
-        unnamed((2, 320, 96, 96), modes=FIRST_ORDER),
-        # Of first order: in second, addresses of runs of ten channels spill 16 bytes (hvp, sm_90).
-        unnamed((2, 320, 64, 64), channels_last=True, modes=FIRST_ORDER),
-        unnamed((32, 256, 14, 14), dtype="float32", modes=FIRST_ORDER),
-    ),
     calls=_calls,
     options=_options,
 )
@@ -105,7 +87,6 @@ GROUP_NORM_SILU = dataclasses.replace(
     torch_function=None,
     truth=_true_group_norm_silu,
     not_kept=("y",),
-    other_workloads=GROUP_NORM.other_workloads[-2:],
     calls=functools.partial(_calls, silu=True),
     modes=FIRST_ORDER,
 )

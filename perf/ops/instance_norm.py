@@ -12,7 +12,7 @@ from torch import Tensor
 from perf.calls import EPS, Call
 from perf.ops.batch_norm import BATCH_NORM, MOMENTUM, NO_RUNNING, true_training_norm
 from perf.ops.samples import ABSENT_PARAMS, LAYOUTS, Sample, make_samples
-from perf.ops.workload import FIRST_ORDER, Workload
+from perf.ops.workload import Workload
 from primitives.ops.norms.group_norm import pure_instance_norm
 
 
@@ -48,8 +48,5 @@ INSTANCE_NORM = BATCH_NORM.sibling(
     small=Sample((2, 2, 3)),
     tiny=Sample((1, 2, 2), absent=NO_RUNNING),
     large=(Sample((2, 3, 17_000)),),
-    small_workloads=(Workload("first", (2, 2, 16, 16), dtype="float32"),),
-    gpu_workloads=(Workload("style transfer", (8, 128, 64, 64), modes=FIRST_ORDER, quick=True),),
-    cpu_workloads=(Workload("style transfer", (2, 128, 64, 64), "float32", quick=True),),
     calls=_calls,
 )

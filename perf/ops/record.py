@@ -17,7 +17,7 @@ from torch import Tensor
 import primitives as pr
 from perf.calls import Call
 from perf.ops.samples import DTYPES, LOW_PRECISION, Sample, arranged, normal
-from perf.ops.workload import KERNEL_MODES, RECORDS, Workload
+from perf.ops.workload import KERNEL_MODES, RECORDS, Workload, workloads_of
 from primitives._core import Primitive, registered_primitives
 
 __all__ = ["Op"]
@@ -60,13 +60,6 @@ class Op:
         rounds_once: Whether what its derivatives are given has been rounded in no way that sums of theirs show.
         rounds_between: Whether value and tangent by one call may take the tangent from the rounded value.
         rounds_first: Whether the value is that of an input which has been rounded before: a sum.
-        small_workloads: A few elements in every layout and with every kind of parameters that the bench has, whose rows
-            have more than 16 columns.
-        gpu_workloads: Shapes of models, which the bench measures on a GPU and for which the kernels are compiled.
-        cpu_workloads: Training sizes at which a CPU is still used.
-        other_workloads: The workloads that the kernels are compiled for beside the bench's.
-        resized: Workloads that reach every kernel, each with other sizes of its first dim that leave its plans as they
-            are: an odd one, and one that is a multiple of 16, which the compiler could know.
         calls: The calls of launchers that a mode of a workload makes, on random numbers.
         modes: All modes that `calls` knows.
         passes: By the bench's mode, how often tensors of the size of x are touched at least; empty where a copy is
@@ -95,11 +88,6 @@ class Op:
     large: tuple[Sample, ...]
     not_kept: tuple[str, ...]
     calls: Callable[[Workload, str], list[Call]] = _no_calls
-    small_workloads: tuple[Workload, ...] = ()
-    gpu_workloads: tuple[Workload, ...] = ()
-    cpu_workloads: tuple[Workload, ...] = ()
-    other_workloads: tuple[Workload, ...] = ()
-    resized: tuple[tuple[Workload, tuple[int, int]], ...] = ()
     modes: tuple[str, ...] = KERNEL_MODES
     passes: Mapping[str, int] = dataclasses.field(default_factory=lambda: PASSES)
     products: Mapping[str, int] = dataclasses.field(default_factory=dict)
@@ -127,20 +115,34 @@ class Op:
         for name, functions in (("function", pr.functional), ("torch_function", F)):
             if getattr(self, name) is None:
                 object.__setattr__(self, name, functools.partial(self.call, functions))
-        for kind in ("small_workloads", "gpu_workloads", "cpu_workloads", "other_workloads"):
-            object.__setattr__(self, kind, tuple(map(self._own, getattr(self, kind))))
-        object.__setattr__(self, "resized", tuple((self._own(workload), sizes) for workload, sizes in self.resized))
         RECORDS.setdefault(self.name, self)
 
-    def _own(self, workload: Workload) -> Workload:
-        modes = tuple(mode for mode in workload.modes or KERNEL_MODES if mode in self.modes)
-        return dataclasses.replace(workload, op=self.name, modes=modes)
+    def workloads(self, use: str) -> tuple[Workload, ...]:
+        """Those that the table has for a use."""
+        return workloads_of(self.name, use, self.modes)
+
+    @property
+    def gpu_workloads(self) -> tuple[Workload, ...]:
+        """Shapes of models, which the bench measures on a GPU and for which the kernels are compiled."""
+        return self.workloads("gpu")
+
+    @property
+    def small_workloads(self) -> tuple[Workload, ...]:
+        """A few elements, on which launchers are tested."""
+        return self.workloads("small")
+
+    @property
+    def other_workloads(self) -> tuple[Workload, ...]:
+        """The workloads that the kernels are compiled for beside the bench's."""
+        return self.workloads("other")
+
+    @property
+    def resized(self) -> tuple[tuple[Workload, tuple[int, ...]], ...]:
+        """Workloads that reach every kernel, each with other sizes of its first dim."""
+        return tuple((workload, workload.resized) for workload in self.workloads("resized"))
 
     def sibling(self, name: str, arguments: tuple[str, ...], **changes: Any) -> Op:
-        """The record of another op on the same primitives, with these of the arguments, and few of the samples.
-
-        It has the workloads that it is given, and small ones like those here.
-        """
+        """The record of another op on the same primitives, with these of the arguments, and few of the samples."""
         absent = set(self.arguments) - set(arguments)
         samples = {
             (s.shape, s.options, kept, s.mixed): dataclasses.replace(s, absent=kept)
@@ -155,8 +157,7 @@ class Op:
             "samples": tuple(samples.values()),
         }
         own = dict.fromkeys(("function", "torch_function")) | {"function_name": ""}
-        workloads = dict.fromkeys(("gpu_workloads", "cpu_workloads", "other_workloads", "resized"), ())
-        return dataclasses.replace(self, name=name, **{**family, **own, **workloads, **changes})
+        return dataclasses.replace(self, name=name, **{**family, **own, **changes})
 
     @property
     def public(self) -> str:

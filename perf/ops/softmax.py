@@ -9,9 +9,8 @@ from torch import Tensor
 
 from perf.calls import random
 from perf.ops._row_maps import RowMapOperands, row_map
-from perf.ops.log_softmax import OF_CURVATURE
 from perf.ops.samples import Sample, make_options, make_samples
-from perf.ops.workload import FIRST_ORDER, Workload, unnamed
+from perf.ops.workload import Workload
 
 
 def _call(
@@ -80,34 +79,5 @@ SOFTMAX = row_map(
         Sample((8200, 17), make_options(dim=0)),
     ),
     not_kept=("x", "mask"),
-    small_workloads=(
-        Workload("rows", (6, 20), dtype="float32"),
-        Workload("masked rows", (6, 20), dtype="float32", masked=True),
-        Workload("inner", (4, 20, 5), dtype="float32", dim=1),
-        Workload("masked inner", (4, 20, 5), dtype="float32", dim=1, masked=True),
-    ),
-    gpu_workloads=(
-        Workload("attention rows", (32768, 1024), quick=True),
-        Workload("attention rows", (8192, 4096), dtype="float32", modes=FIRST_ORDER),
-        Workload("long rows", (1024, 131072)),
-        Workload("segmentation", (16, 21, 512, 512), dim=1, modes=FIRST_ORDER),
-    ),
-    cpu_workloads=(Workload("attention rows", (2048, 1024), dtype="float32"),),
-    other_workloads=(
-        unnamed((32768, 1024), masked=True, modes=FIRST_ORDER),
-        unnamed((8192, 4096), modes=OF_CURVATURE),
-        unnamed((8192, 4097), masked=True),
-        unnamed((2048, 65536), masked=True, modes=FIRST_ORDER),
-        unnamed((512, 512), "float64", masked=True),
-        # Not its jvp: beside two tensors along rows, bytes of a mask are loaded eight to a thread, so that maxima leave
-        # it (three reductions a step).
-        unnamed((16, 5000, 96), "float32", dim=1, masked=True, modes=("forward", "backward", "hvp")),
-    ),
-    resized=(
-        (unnamed((4096, 4096)), (4095, 1008)),
-        (unnamed((1024, 131072)), (1023, 400)),
-        (unnamed((64, 131072), masked=True), (63, 80)),
-        (unnamed((16, 21, 64, 64), dim=1, masked=True), (15, 32)),
-    ),
     rounds_between=True,
 )

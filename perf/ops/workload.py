@@ -1,10 +1,21 @@
-"""A workload: one call of one op, at a shape at which a model calls it, and the modes that it is called in."""
+"""A workload: one call of one op, at a shape at which a model calls it, and the modes that it is called in.
+
+The table `workloads.csv` has all of them. Each line is of one op or of some, for one use: `gpu` and `cpu` are shapes of
+models, which the bench measures there, and for those of a GPU the kernels are compiled, as they are for the `other`
+ones. `small` ones have a few elements, in every layout and with every kind of parameters that the bench has; their rows
+have more than 16 columns. `resized` ones reach every kernel, and take other sizes of the first dim that leave its plans
+as they are: an odd one, and one that is a multiple of 16, which the compiler could know. Other dtypes of a shape show
+whether the plans hold for them, in few modes. The words under `options` are attributes of `Workload`; a norm that is
+`plain` has no parameters.
+"""
 
 from __future__ import annotations
 
+import csv
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +24,8 @@ import torch
 KERNEL_MODES = ("forward", "backward", "jvp", "hvp", "double_backward")
 MODES = (*KERNEL_MODES, "backward_of_jvp", "forward_backward")
 FIRST_ORDER = MODES[:3]
+# By their names in the table.
+NAMED_MODES = {"": KERNEL_MODES, "first_order": FIRST_ORDER, "bench": MODES[:6]}
 SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 # Probability of zero of the dropouts that are measured.
 DROPOUT_P = 0.1
@@ -36,11 +49,11 @@ class Workload:
         classes: Of the linear layer before a loss.
         masked: Whether attention has a bias, a mask and dropout, or softmax a scale and a mask, which no step of the
             bench has.
-        modes: The modes that its kernels are compiled and, if asked for, measured in on a GPU; by default those of
-            `KERNEL_MODES`. The record leaves out others than its own.
+        modes: The modes that its kernels are compiled and, if asked for, measured in on a GPU.
         quick: Whether it is one of the few of a quick run.
         whole: Whether a full run measures all of its modes, as it does of the quick ones; the others' `BASIC_MODES`.
-        op: Name of its record, which sets it; `batch_norm_eval` is batch norm with given statistics.
+        op: Name of its record; `batch_norm_eval` is batch norm with given statistics.
+        resized: Other sizes of the first dim.
     """
 
     name: str
@@ -57,6 +70,7 @@ class Workload:
     quick: bool = False
     whole: bool = False
     op: str = ""
+    resized: tuple[int, ...] = ()
 
     @property
     def record(self) -> Any:
@@ -145,5 +159,31 @@ class Workload:
         return value.contiguous(memory_format=torch.channels_last if self.channels_last else torch.contiguous_format)
 
 
-# One that is of no model.
-unnamed = functools.partial(Workload, "")
+@functools.cache
+def _table() -> list[tuple[str, Workload]]:
+    """The lines for each op, with their uses."""
+    found = []
+    with Path(__file__).with_name("workloads.csv").open(newline="", encoding="utf-8") as file:
+        for line in csv.DictReader(file):
+            words = {name: value for name, _, value in (word.partition("=") for word in line["options"].split())}
+            workload = Workload(
+                line["name"],
+                _numbers(line["shape"], "x"),
+                line["dtype"],
+                affine="plain" not in words,
+                modes=NAMED_MODES.get(line["modes"]) or tuple(line["modes"].split()),
+                resized=_numbers(line["sizes"]),
+                **{name: int(value) if value else True for name, value in words.items() if name != "plain"},
+            )
+            found += [(line["use"], replace(workload, op=op)) for op in line["ops"].split()]
+    return found
+
+
+def _numbers(text: str, between: str | None = None) -> tuple[int, ...]:
+    return tuple(map(int, text.split(between)))
+
+
+def workloads_of(op: str, use: str, modes: tuple[str, ...]) -> tuple[Workload, ...]:
+    """Those of an op for a use, in the modes that it has."""
+    found = [workload for its_use, workload in _table() if (workload.op, its_use) == (op, use)]
+    return tuple(replace(each, modes=tuple(mode for mode in each.modes if mode in modes)) for each in found)

@@ -117,7 +117,9 @@ def test_flags_that_meet_in_the_suite_meet_in_a_call_with_right_values(op):
         if not missing:
             break
     listed = "\n".join(f"{suite[pair]}: {pair}" for pair in missing)
-    assert not missing, f"perf/ops/{op.name}.py: no small workload has calls with these flags, as those have:\n{listed}"
+    assert not missing, (
+        f"perf/ops/workloads.csv: no small {op.name} has calls with these flags, as those have:\n{listed}"
+    )
     # Later ones may show all that an earlier one does. The interpreter takes its time for each program.
     missing = suite.keys()
     while missing:
