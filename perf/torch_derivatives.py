@@ -264,28 +264,26 @@ def main() -> None:
         calls = {name: of_name for name, of_name in calls.items() if name.partition(" ")[0] in chosen}
         if missing := {*chosen} - {name.partition(" ")[0] for name in calls}:
             parser.error(f"no calls of {', '.join(sorted(missing))}, expected names such as aten.sgn.default")
-    if options.device != "cpu":
-        print("torch: operator | silently wrong | raises")
-        judged_names = dict(_measured(calls))
-        print("repaired:")
-        with pr.repair_torch():
-            dict(_measured({name: calls[name] for name in judged_names}, {*repairs(), *backward_operators()}))
-        return
+    print("torch: operator | silently wrong | raises")
+    torchs, is_tabled = dict(_measured(calls)), options.device == "cpu"
     rows = {name: row for name, row in known.items() if chosen and name not in calls}
-    # The repair reads them: its own columns are those of before until they are judged.
-    judged_of_torch = dict(_measured(calls))
-    rows.update({name: {**known.get(name, dict.fromkeys(COLUMNS, "")), **row} for name, row in judged_of_torch.items()})
-    _write(rows)
-    forget_table()
+    rows |= {name: {**known.get(name, dict.fromkeys(COLUMNS, "")), **row} for name, row in torchs.items()}
+    if is_tabled:
+        # The repair reads them: its own columns are those of before until they are judged.
+        _write(rows)
+        forget_table()
+    print("repaired:")
     with pr.repair_torch():
-        touched = {*repairs(), *backward_operators()}
-        for name in judged_of_torch:
-            rows[name].update(repaired_wrong="", repaired_raises="")
-        for name, kinds in _measured({name: calls[name] for name in judged_of_torch}, touched):
+        repaired = dict(_measured({name: calls[name] for name in torchs}, {*repairs(), *backward_operators()}))
+    if is_tabled:
+        for name in torchs:
+            kinds = repaired.get(name, dict.fromkeys(("wrong", "raises"), ""))
             rows[name].update({f"repaired_{kind}": nestings for kind, nestings in kinds.items()})
-    _write(rows)
-    for who, total, wrong, early, raising in counts(read_table()):
-        print(f"{who}: {total} rows, {wrong} silently wrong to order 3, {early} raise to order 2, {raising} to order 3")
+        _write(rows)
+        for who, total, wrong, early, late in counts(read_table()):
+            print(
+                f"{who}: {total} rows, {wrong} silently wrong to order 3, {early} raise to order 2, {late} to order 3"
+            )
 
 
 if __name__ == "__main__":

@@ -11,21 +11,19 @@ import os
 import sys
 import tempfile
 import warnings
-from collections import ChainMap
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Collection, Sequence
 
 from perf.machine_code.rules import broken_rules
 from perf.machine_code.table import TABLE, VERSION_FILE, Row, read_table, read_version, write_table
 from perf.ops import CASES
 from primitives.kernels.runtime.chips import CHIPS
 
-# For each key the kernel's name and the first case with it.
-Keys = dict[str, tuple[str, str]]
 
+def walk(chip: str, op: str | None, part: int, parts: int, known: Collection[str] | None) -> tuple[dict, list]:
+    """The first case of each key on a chip, of one op if it is named; and what a part of the keys not known gives.
 
-def walk(chip: str, op: str | None, wanted: Keys | None = None) -> dict[str, Any]:
-    """The `Keys` that the cases need on a chip, of one op if it is named; of those wanted the rows, or complaints."""
+    That is a row, or a complaint; nothing is compiled where `known` is None.
+    """
     # A kernel from an earlier compiler or an earlier edit must not stand in for this one.
     with tempfile.TemporaryDirectory() as cache, warnings.catch_warnings():
         # Torch and Triton warn of the missing GPU, and of defaults to come: once per process, over the progress.
@@ -34,19 +32,20 @@ def walk(chip: str, op: str | None, wanted: Keys | None = None) -> dict[str, Any
         os.environ.update(TRITON_CACHE_DIR=cache, TRITON_DISABLE_LINE_INFO="1")
         from perf.machine_code.compiling import described_calls, try_compile
 
-        found: dict[str, Any] = {}
-        cases = None if wanted is None else {case for _, case in wanted.values()}
-        for case, launches in described_calls(chip, cases, op):
+        needed: dict[str, str] = {}
+        made: list[Row | str] = []
+        for case, launches in described_calls(chip, op):
             for launch in launches:
-                if launch.key not in found and (wanted is None or launch.key in wanted):
-                    is_named = wanted is None
-                    found[launch.key] = (launch.kernel.__name__, case) if is_named else try_compile(chip, launch, case)
-        return found
+                if launch.key not in needed:
+                    needed[launch.key] = case
+                    if known is not None and launch.key not in known and int(launch.key, 16) % parts == part:
+                        made.append(try_compile(chip, launch, case))
+        return needed, made
 
 
-def _in_processes(tasks: Sequence[tuple], jobs: int) -> list[dict[str, Any]]:
+def _in_processes(tasks: Sequence[tuple], jobs: int) -> list[tuple[dict, list]]:
     """`walk` of each task; a single job needs no process of its own."""
-    if jobs == 1 or not tasks:
+    if jobs == 1:
         return [walk(*task) for task in tasks]
     # Spawned, because threads of torch do not survive a fork.
     with multiprocessing.get_context("spawn").Pool(min(jobs, len(tasks)), maxtasksperchild=1) as pool:
@@ -80,27 +79,25 @@ def main(argv: list[str] | None = None) -> int:
     if not (writes or options.op) and version != of_table:
         sys.stdout.write(f"The table is of Triton {of_table}, this is {version}: nothing to compare.\n")
         return 0
-    walked = dict(zip(chips, _in_processes([(chip, options.op) for chip in chips], jobs), strict=True))
-    problems = []
-    for chip, needed in walked.items():
-        old = {row.key: row for row in read_table(chip)}
-        recompiles = options.check or options.op or version != of_table
-        wanted = {} if options.keys else {k: v for k, v in needed.items() if recompiles or k not in old}
-        parts = [{key: wanted[key] for key in list(wanted)[part::jobs]} for part in range(min(jobs, len(wanted)))]
-        made = dict(ChainMap(*_in_processes([(chip, options.op, part) for part in parts], jobs)))
-        problems += [row for row in made.values() if isinstance(row, str)]
+    old = {chip: {row.key: row for row in read_table(chip)} for chip in chips}
+    recompiles, parts, problems = options.check or options.op or version != of_table, 1 if options.keys else jobs, []
+    known = {chip: None if options.keys else {*()} if recompiles else {*old[chip]} for chip in chips}
+    tasks = [(chip, options.op, part, parts, known[chip]) for chip in chips for part in range(parts)]
+    found = _in_processes(tasks, jobs)
+    for number, chip in enumerate(chips):
+        needed, made = found[number * parts][0], [row for _, rows in found[number * parts :][:parts] for row in rows]
+        problems += [row for row in made if isinstance(row, str)]
+        rows = [row for row in made if isinstance(row, Row)]
         # The case of a row that needs no compiling is the first one of today.
-        kept = [(old[key], case) for key, (_, case) in needed.items() if key in old and key not in wanted]
-        rows = [row._replace(case=case) for row, case in kept]
-        rows += [row for row in made.values() if isinstance(row, Row)]
+        rows += [] if recompiles else [old[chip][key]._replace(case=needed[key]) for key in needed.keys() & old[chip]]
         problems += [problem for row in rows for problem in broken_rules(chip, row)]
         if writes:
             write_table(chip, rows)
         elif options.op:
             sys.stdout.write("".join(f"{row.summary()}\n" for row in sorted(rows)))
         else:
-            problems += [f"{chip}: not in the table: {needed[key]}" for key in needed.keys() - old]
-            problems += [f"{chip}: differs from the table: {row}" for row in sorted({*rows} ^ {*old.values()})]
+            problems += [f"{chip}: not in the table: {needed[key]}" for key in needed.keys() - old[chip]]
+            problems += [f"{chip}: differs from the table: {row}" for row in sorted({*rows} ^ {*old[chip].values()})]
         sys.stdout.write(f"{chip}: {len(needed)} kernels, {len(made)} compiled\n")
     if writes:
         (TABLE / VERSION_FILE).write_text(f"{version}\n")

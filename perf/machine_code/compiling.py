@@ -10,7 +10,7 @@ import collections
 import contextlib
 import hashlib
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -126,15 +126,13 @@ def _register_budget(chip_name: str, kernel: Any, grid: Any, args: tuple, consta
     return min(chip.registers // threads // 8 * 8, _MAX_REGISTERS[chip_name])
 
 
-def described_calls(
-    chip_name: str, case_names: Collection[str] | None = None, op: str | None = None
-) -> Iterator[tuple[str, list[Launch]]]:
-    """The case of each call, of all if no names and no op are given, and its launches on a chip."""
+def described_calls(chip_name: str, op: str | None = None) -> Iterator[tuple[str, list[Launch]]]:
+    """The case of each call, of all ops if none is named, and its launches on a chip."""
     current: list[Workload] = []
     launches: list[Launch] = []
     with watch_launches(chip_name, current, launches.append):
         for case_name, workload, calls in cases():
-            if (case_names is not None and case_name not in case_names) or op not in (None, workload.op):
+            if op not in (None, workload.op):
                 continue
             current[:] = [workload]
             for call in calls:

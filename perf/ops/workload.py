@@ -166,15 +166,11 @@ def _table() -> list[tuple[str, Workload]]:
     with Path(__file__).with_name("workloads.csv").open(newline="", encoding="utf-8") as file:
         for line in csv.DictReader(file):
             words = {name: value for name, _, value in (word.partition("=") for word in line["options"].split())}
-            workload = Workload(
-                line["name"],
-                _numbers(line["shape"], "x"),
-                line["dtype"],
-                affine="plain" not in words,
-                modes=NAMED_MODES.get(line["modes"]) or tuple(line["modes"].split()),
-                resized=_numbers(line["sizes"]),
-                **{name: int(value) if value else True for name, value in words.items() if name != "plain"},
-            )
+            given: dict[str, Any] = {name: int(value) if value else True for name, value in words.items()}
+            given["affine"] = not given.pop("plain", False)
+            given["modes"] = NAMED_MODES.get(line["modes"]) or tuple(line["modes"].split())
+            given["resized"] = _numbers(line["sizes"])
+            workload = Workload(line["name"], _numbers(line["shape"], "x"), line["dtype"], **given)
             found += [(line["use"], replace(workload, op=op)) for op in line["ops"].split()]
     return found
 
