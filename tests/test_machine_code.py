@@ -50,17 +50,12 @@ def as_before() -> Iterator[None]:
     triton.runtime.driver.set_active(None)
 
 
+@pytest.mark.parametrize("how", ["--keys", pytest.param("--check", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("chip_name", CHIPS)
-def test_kernels_and_table_agree(chip_name: str) -> None:
-    assert main(["--keys", "--jobs", "1", "--chip", chip_name]) == 0, OUT_OF_DATE
+def test_kernels_and_table_agree(chip_name: str, how: str) -> None:
+    assert main([how, "--jobs", "1", "--chip", chip_name]) == 0, OUT_OF_DATE
     if triton.__version__ != read_version():
         pytest.skip(f"the table is of Triton {read_version()}; with another release no keys are compared")
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("chip_name", CHIPS)
-def test_all_kernels_and_table_agree(chip_name: str) -> None:
-    assert main(["--check", "--jobs", "1", "--chip", chip_name]) == 0, OUT_OF_DATE
 
 
 def launches(chip_name: str, workload: Workload, launch: Callable[[], object]) -> list[Launch]:

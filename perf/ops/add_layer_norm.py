@@ -127,7 +127,6 @@ ADD_LAYER_NORM = Op(
     name="add_layer_norm",
     **_functions(centered=True),
     arguments=("x", "residual", "weight", "bias"),
-    differentiable=("x", "residual", "weight", "bias"),
     parameter_shape=lambda sample, name: (
         sample.shape if name == "residual" else sample.shape[-dict(sample.options)["norm_ndim"] :]
     ),
@@ -147,7 +146,7 @@ ADD_LAYER_NORM = Op(
     large=(Sample((3, 8195), _NOISY), Sample((17_000, 9), _NOISY)),
     not_kept=("x", "residual", "bias", "y"),
     modes=_MODES,
-    rounds_first=True,
+    rounds_twice=("forward", "fwd_jvp"),
     passes=_PASSES,
     num_params=2,
 )

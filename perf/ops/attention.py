@@ -187,7 +187,6 @@ ATTENTION = Op(
     truth=functools.partial(_of_both, true_attention),
     torch_function=_torch_attention,
     arguments=("x", "k", "v", "bias"),
-    differentiable=("x", "k", "v", "bias"),
     parameter_shape=_attention_shape,
     samples=(
         Sample((2, 4, 5, 6), _options(keys=7, key_heads=2), ("bias",)),

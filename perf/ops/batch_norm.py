@@ -106,8 +106,6 @@ _CHANNEL_SHAPES = [
 ]
 
 
-# Of each channel more values than any kernel adds up at once, in each layout.
-_LARGE_CHANNELS = (Sample((2, 3, 17_000)), Sample((33_000, 5)), Sample((3, 9, 64, 90), layout="channels_last"))
 NO_RUNNING = ("running_mean", "running_var")
 BATCH_NORM = Op(
     name="batch_norm",
@@ -125,7 +123,8 @@ BATCH_NORM = Op(
     ),
     small=Sample((3, 2, 2)),
     tiny=Sample((3, 1), absent=NO_RUNNING),
-    large=_LARGE_CHANNELS,
+    # Of each channel more values than any kernel adds up at once, in each layout.
+    large=(Sample((2, 3, 17_000)), Sample((33_000, 5)), Sample((3, 9, 64, 90), layout="channels_last")),
     not_kept=("bias", "y", "running_mean", "running_var"),
     positive=("running_var",),
     calls=_calls,
@@ -134,23 +133,18 @@ BATCH_NORM = Op(
     num_params=2,
 )
 
-BATCH_NORM_EVAL = Op(
-    name="batch_norm_eval",
+BATCH_NORM_EVAL = BATCH_NORM.sibling(
+    "batch_norm_eval",
+    BATCH_NORM.arguments,
+    family="",
     function_name="batch_norm",
     call=functools.partial(_call, training=False),
     truth=_true_batch_norm_eval,
-    arguments=("x", "weight", "bias", "running_mean", "running_var"),
-    differentiable=("x", "weight", "bias", "running_mean", "running_var"),
-    parameter_shape=lambda sample, name: (sample.shape[1],),
+    differentiable=BATCH_NORM.arguments,
     samples=make_samples([*_CHANNEL_SHAPES, ((1, 1), ())], ABSENT_PARAMS, LAYOUTS),
     small=Sample((2, 2, 2)),
     tiny=Sample((2, 1)),
-    large=_LARGE_CHANNELS,
     not_kept=("bias", "y"),
-    positive=("running_var",),
-    calls=_calls,
     modes=FIRST_ORDER,
-    has_channels=True,
-    num_params=2,
     constants=_running,
 )

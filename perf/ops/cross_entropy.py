@@ -132,11 +132,6 @@ _SHAPES = [
     ((9,), make_options(dim=0, smoothing=0.2)),
     ((31, 5), make_options(dim=0)),
 ]
-_LARGE = (
-    Sample((3, 8195), make_options(dim=1)),
-    Sample((3, 66_000), make_options(dim=1, smoothing=0.1)),
-    Sample((8200, 17), make_options(dim=0)),
-)
 
 CROSS_ENTROPY = Op(
     name="cross_entropy",
@@ -146,40 +141,37 @@ CROSS_ENTROPY = Op(
     truth=_of_labels(_true_loss),
     torch_function=_of_labels(_torch_loss),
     arguments=("x",),
-    differentiable=("x",),
     samples=make_samples(_SHAPES),
     small=Sample((2, 3, 2), make_options(dim=1, smoothing=0.1)),
     tiny=Sample((1, 3), make_options(dim=1, smoothing=0.1)),
-    large=_LARGE,
+    large=(
+        Sample((3, 8195), make_options(dim=1)),
+        Sample((3, 66_000), make_options(dim=1, smoothing=0.1)),
+        Sample((8200, 17), make_options(dim=0)),
+    ),
     not_kept=("y",),
     rounds_once=False,
     passes={"forward": 1, "backward": 2, "jvp": 2, "hvp": 3, "double_backward": 3, "forward_backward": 3},
     constants=_classes_of,
     calls=_calls,
 )
-SOFT_CROSS_ENTROPY = Op(
-    name="soft_cross_entropy",
-    family="cross_entropy",
+SOFT_CROSS_ENTROPY = CROSS_ENTROPY.sibling(
+    "soft_cross_entropy",
+    ("x", "target"),
     function_name="cross_entropy",
-    call=_call,
     function=_loss,
     truth=_true_loss,
     torch_function=_torch_loss,
-    arguments=("x", "target"),
     differentiable=("x", "target"),
     parameter_shape=lambda sample, name: sample.shape,
     samples=(
         *make_samples(_SHAPES, [()], ["transposed", "expanded"]),
         Sample((5, 12), make_options(dim=1), mixed=True),
     ),
-    small=Sample((2, 3, 2), make_options(dim=1, smoothing=0.1)),
     tiny=Sample((1, 2), make_options(dim=1, smoothing=0.1)),
-    large=_LARGE[1:2],
-    not_kept=("y",),
+    large=CROSS_ENTROPY.large[1:2],
     positive=("target",),
-    rounds_once=False,
     num_kept=2,
-    calls=_calls,
 )
 # It has no kernels of its own, and is tested by itself: of the bench alone, with labels.
 LINEAR_CROSS_ENTROPY = dataclasses.replace(

@@ -48,7 +48,6 @@ DROPOUT = Op(
     truth=_true_dropout,
     torch_function=_true_dropout,
     arguments=("x",),
-    differentiable=("x",),
     samples=make_samples(
         shapes=[
             ((5, 13), make_options(p=0.1)),

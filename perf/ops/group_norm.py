@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -77,15 +76,14 @@ GROUP_NORM = LAYER_NORM.sibling(
     options=_options,
 )
 # Its second order is products of full size, and group norm's.
-GROUP_NORM_SILU = dataclasses.replace(
-    GROUP_NORM,
-    name="group_norm_silu",
+GROUP_NORM_SILU = GROUP_NORM.sibling(
+    "group_norm_silu",
+    GROUP_NORM.arguments,
     family="",
     function_name="group_norm",
     call=_group_norm_silu,
-    function=None,
-    torch_function=None,
     truth=_true_group_norm_silu,
+    samples=GROUP_NORM.samples,
     not_kept=("y",),
     calls=functools.partial(_calls, silu=True),
     modes=FIRST_ORDER,

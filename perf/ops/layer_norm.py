@@ -71,7 +71,6 @@ LAYER_NORM = Op(
     call=_layer_norm,
     truth=true_row_norm,
     arguments=("x", "weight", "bias"),
-    differentiable=("x", "weight", "bias"),
     parameter_shape=lambda sample, name: sample.shape[-dict(sample.options)["norm_ndim"] :],
     samples=make_samples(
         shapes=[

@@ -41,5 +41,5 @@ LOG_SOFTMAX = row_map(
         ((7, 2), make_options(dim=0, dtype=torch.float16)),
         ((4, 3), make_options(dim=0, dtype=torch.float64)),
     ],
-    rounds_between=True,
+    rounds_twice=("fwd_jvp",),
 )

@@ -43,7 +43,8 @@ class Op:
         name: Of the op, as its primitives and its file in `primitives.ops` have it.
         call: The op by the functions of a module like `torch.nn.functional`, `(module, *arguments, **options) -> y`.
         truth: `y`, or a tuple that begins with it, by the definition, in plain torch operations, of float64 arguments.
-        arguments: Names of the tensor arguments, `x` first; those that are `differentiable` have derivatives.
+        arguments: Names of the tensor arguments, `x` first.
+        differentiable: Arguments that have derivatives, by default all.
         parameter_shape: Shape of every argument but `x`, given a sample and the argument's name.
         samples: The inputs that reference and kernels are tested on.
         small: A few elements, for derivatives by differences, compilers and vmap.
@@ -58,8 +59,8 @@ class Op:
         like_first: Arguments that have the dtype of `x` in a mixed sample too.
         num_kept: Tensors of the size of `y` that the forward pass keeps for the backward pass.
         rounds_once: Whether what its derivatives are given has been rounded in no way that sums of theirs show.
-        rounds_between: Whether value and tangent by one call may take the tangent from the rounded value.
-        rounds_first: Whether the value is that of an input which has been rounded before: a sum.
+        rounds_twice: Primitives whose outputs need not be rounded once: the input of the value was rounded before, as a
+            sum, or the tangent is taken from the rounded value.
         calls: The calls of launchers that a mode of a workload makes, on random numbers.
         modes: All modes that `calls` knows.
         passes: By the bench's mode, how often tensors of the size of x are touched at least; empty where a copy is
@@ -81,12 +82,12 @@ class Op:
     call: Callable[..., Any]
     truth: Callable[..., Any]
     arguments: tuple[str, ...]
-    differentiable: tuple[str, ...]
     samples: tuple[Sample, ...]
     small: Sample
     tiny: Sample
     large: tuple[Sample, ...]
     not_kept: tuple[str, ...]
+    differentiable: tuple[str, ...] = ()
     calls: Callable[[Workload, str], list[Call]] = _no_calls
     modes: tuple[str, ...] = KERNEL_MODES
     passes: Mapping[str, int] = dataclasses.field(default_factory=lambda: PASSES)
@@ -103,8 +104,7 @@ class Op:
     positive: tuple[str, ...] = ()
     is_linear: bool = False
     rounds_once: bool = True
-    rounds_between: bool = False
-    rounds_first: bool = False
+    rounds_twice: tuple[str, ...] = ()
     first: str = "x"
     like_first: tuple[str, ...] = ()
     num_kept: int = 1
@@ -115,6 +115,7 @@ class Op:
         for name, functions in (("function", pr.functional), ("torch_function", F)):
             if getattr(self, name) is None:
                 object.__setattr__(self, name, functools.partial(self.call, functions))
+        object.__setattr__(self, "differentiable", self.differentiable or self.arguments)
         RECORDS.setdefault(self.name, self)
 
     def workloads(self, use: str) -> tuple[Workload, ...]:
@@ -201,9 +202,8 @@ class Op:
 
     def is_rounded_once(self, overload: Any) -> bool:
         """Whether the outputs of a primitive are what `rounds_once` says."""
-        both = self.fwd_jvp is not None and overload is self.fwd_jvp.overload
-        first = self.rounds_first and (both or overload is self.forward.overload)
-        return self.rounds_once and not first and not (both and self.rounds_between)
+        twice = (getattr(self, name) for name in self.rounds_twice)
+        return self.rounds_once and all(overload is not primitive.overload for primitive in twice)
 
     @property
     def second_order(self) -> tuple[Primitive, ...]:

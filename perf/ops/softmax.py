@@ -79,5 +79,5 @@ SOFTMAX = row_map(
         Sample((8200, 17), make_options(dim=0)),
     ),
     not_kept=("x", "mask"),
-    rounds_between=True,
+    rounds_twice=("fwd_jvp",),
 )
