@@ -64,9 +64,9 @@ def _emulate(options: argparse.Namespace) -> int:
     from tests.kernels.truth import check_values
 
     records = {case.name: case for case in ops.CASES}
-    if options.op not in records or not records[options.op].small_workloads:
+    if options.op not in records or not records[options.op].workloads("small"):
         raise ValueError(f"emulate: the operation must be one of {', '.join(records)}, got {options.op}.")
-    workload, is_wrong = records[options.op].small_workloads[0], False
+    workload, is_wrong = records[options.op].workloads("small")[0], False
     for mode in options.mode or workload.modes:
         for call in workload.record.calls(workload, mode):
             with use_chip(CHIPS[options.chip]):

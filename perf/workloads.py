@@ -45,7 +45,7 @@ PROVIDERS = (OURS, EAGER, COMPILED, TUNED, *LIBRARIES, *SDPA_BACKENDS, FLEX)
 ONLY_OP = dict.fromkeys(LIBRARIES, "layer_norm") | dict.fromkeys((*SDPA_BACKENDS, FLEX), "attention")
 
 
-_BY_OP = itertools.zip_longest(*(case.gpu_workloads for case in CASES))
+_BY_OP = itertools.zip_longest(*(case.workloads("gpu") for case in CASES))
 GPU_WORKLOADS = tuple(w for workloads in _BY_OP for w in workloads if w is not None)
 # First derivatives of bfloat16 stand for autocast on CPU.
 CPU_WORKLOADS = tuple(w for case in (*CASES, *COMPOSED) for w in case.workloads("cpu"))
@@ -53,7 +53,7 @@ CPU_WORKLOADS = tuple(w for case in (*CASES, *COMPOSED) for w in case.workloads(
 
 def units(device: str, *, quick: bool = False, every_mode: bool = False) -> list[tuple[Workload, str]]:
     """Workloads and modes of a run, in an order that may be ended early: the quick ones stand for the rest."""
-    on_gpu = (*GPU_WORKLOADS, *(w for case in COMPOSED for w in case.gpu_workloads))
+    on_gpu = (*GPU_WORKLOADS, *(w for case in COMPOSED for w in case.workloads("gpu")))
     workloads = sorted(on_gpu if device == "cuda" else CPU_WORKLOADS, key=lambda workload: not workload.quick)
 
     def modes(workload: Workload) -> tuple[str, ...]:
@@ -68,7 +68,7 @@ def units(device: str, *, quick: bool = False, every_mode: bool = False) -> list
 
 def cases() -> Iterator[tuple[str, Workload, list[Call]]]:
     """Name, workload and calls of every case of the table of machine code, the bench's first, without memory."""
-    for workload in (*GPU_WORKLOADS, *(other for case in CASES for other in case.other_workloads)):
+    for workload in (*GPU_WORKLOADS, *(other for case in CASES for other in case.workloads("other"))):
         for mode in workload.modes:
             yield f"{workload.case} {mode}", workload, calls_of(workload, mode)
 

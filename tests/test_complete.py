@@ -31,8 +31,8 @@ def lacking(case):
         f"a section on its formulas and edge cases, in docs/reference/operations.md: {public}": re.search(
             rf"^## {words}", OPERATIONS, re.MULTILINE | re.IGNORECASE
         ),
-        f"lines for a gpu, which the bench measures, in perf/ops/workloads.csv: {case.name}": case.gpu_workloads,
-        f"small lines, with which kernels are checked, in perf/ops/workloads.csv: {case.name}": case.small_workloads,
+        f"lines for a gpu, which the bench measures, in perf/ops/workloads.csv: {case.name}": case.workloads("gpu"),
+        f"small lines, with which kernels are checked, in perf/ops/workloads.csv: {case.name}": case.workloads("small"),
     }
     return [f"{case.name}: write {part}." for part, there in parts.items() if not there]
 

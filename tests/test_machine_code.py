@@ -80,8 +80,8 @@ def launch_all(workload: Workload, num_rows: int) -> None:
         launch_mode(dataclasses.replace(workload, shape=(num_rows, *workload.shape[1:])), mode)
 
 
-RESIZED = {each.case: (each, (each.shape[0], *others), launch_all) for op in CASES for each, others in op.resized}
-RESIZED["groups"] = LAYER_NORM.resized[0][0], (640, 639, 600), lambda workload, num_rows: in_groups(num_rows)
+RESIZED = {w.case: (w, (w.shape[0], *w.resized), launch_all) for op in CASES for w in op.workloads("resized")}
+RESIZED["groups"] = LAYER_NORM.workloads("resized")[0], (640, 639, 600), lambda workload, num_rows: in_groups(num_rows)
 
 
 @pytest.mark.parametrize("name", RESIZED)

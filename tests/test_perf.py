@@ -23,7 +23,7 @@ from perf.workloads import COMPOSED, FLEX, MATH, OURS
 ROOT = Path(__file__).resolve().parents[1]
 CPU = torch.device("cpu")
 # Of the operations that the bench measures.
-TINY = tuple(w for case in (*CASES, *COMPOSED) if case.gpu_workloads for w in case.small_workloads if not w.masked)
+TINY = tuple(w for op in (*CASES, *COMPOSED) if op.workloads("gpu") for w in op.workloads("small") if not w.masked)
 
 
 @pytest.mark.parametrize("workload", TINY, ids=lambda workload: workload.key)
@@ -40,14 +40,14 @@ def test_the_check_passes_what_is_right_and_nothing_else(workload):
 
 
 def test_a_dropout_must_drop_about_as_much_as_it_says_and_its_tangent_the_same():
-    sample = steps.make_sample(DROPOUT.small_workloads[0], CPU)
+    sample = steps.make_sample(DROPOUT.workloads("small")[0], CPU)
 
     def noise(p, seed):
         return (torch.rand(sample.y_bar.shape, generator=torch.Generator().manual_seed(seed)) >= p) / (1 - p)
 
     def error(*noises):
         made = [value * factor for (value,), factor in zip(sample[:2], noises, strict=True)]
-        return steps.errors(DROPOUT.small_workloads[0], "jvp", sample, {"it": made})["it"]
+        return steps.errors(DROPOUT.workloads("small")[0], "jvp", sample, {"it": made})["it"]
 
     one, other = noise(0.1, 0), noise(0.2, 0) * 0.8 / 0.9
     assert error(one, one) < 1e-6
@@ -58,7 +58,7 @@ def test_a_dropout_must_drop_about_as_much_as_it_says_and_its_tangent_the_same()
 # Compiling it takes longer than the tests around this one; the numbers are the same.
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_peers_of_attention_see_the_same_pairs():
-    workload = ATTENTION.small_workloads[0]
+    workload = ATTENTION.workloads("small")[0]
     sample = steps.make_sample(workload, CPU)
     found = {name: function_of(name, workload, CPU)(*sample.primals) for name in ("SDPA flash", MATH, FLEX)}
     assert max(steps.errors(workload, "forward", sample, found).values()) <= steps.TOLERANCES["float32"]

@@ -277,7 +277,7 @@ def test_numbers_that_are_one_may_be_constants():
 
     with intercept(make_ir), unset_fake_temporarily():
         for case in CASES:
-            for workload, _ in case.resized:
+            for workload in case.workloads("resized"):
                 for mode in workload.modes:
                     launch_mode(dataclasses.replace(workload, shape=(1, *workload.shape[1:])), mode)
     assert len({name for name, _ in known}) > 10

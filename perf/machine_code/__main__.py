@@ -94,7 +94,7 @@ def main(argv: list[str] | None = None) -> int:
         if writes:
             write_table(chip, rows)
         elif options.op:
-            sys.stdout.write("".join(f"{row.summary()}\n" for row in sorted(rows)))
+            sys.stdout.write("".join(f"{row}\n" for row in sorted(rows)))
         else:
             problems += [f"{chip}: not in the table: {needed[key]}" for key in needed.keys() - old[chip]]
             problems += [f"{chip}: differs from the table: {row}" for row in sorted({*rows} ^ {*old[chip].values()})]

@@ -11,14 +11,6 @@ from typing import Any, NamedTuple
 import triton
 
 
-class Usage(NamedTuple):
-    """Registers per thread, spills (bytes of stack on NVIDIA, registers on AMD), and local memory in bytes."""
-
-    registers: int
-    spills: int
-    local_bytes: int
-
-
 class Access(NamedTuple):
     """A load or store (atomic operations are stores) of adjacent bytes of global memory by one thread.
 
@@ -35,19 +27,19 @@ def is_amd(chip_name: str) -> bool:
     return chip_name.startswith("gfx")
 
 
-def usage(chip_name: str, compiled: Any) -> Usage:
-    """The assembler's report on a compiled kernel."""
+def usage(chip_name: str, compiled: Any) -> tuple[int, int, int]:
+    """Registers of a thread, spills (bytes of stack on NVIDIA, registers on AMD) and bytes of local memory."""
     if is_amd(chip_name):
         names = ("vgpr_count", "vgpr_spill_count", "sgpr_spill_count", "private_segment_fixed_size")
         found = [int(re.findall(rf"\.{name}:\s+(\d+)", compiled.asm["amdgcn"])[0]) for name in names]
-        return Usage(found[0], found[1] + found[2], found[3])
+        return found[0], found[1] + found[2], found[3]
     cuobjdump = pathlib.Path(triton.__path__[0]) / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
         dump = subprocess.run([cuobjdump, "-res-usage", file.name], check=True, capture_output=True, text=True).stdout
     fields = {name: int(number) for name, number in re.findall(r"(REG|STACK|LOCAL):(\d+)", dump)}
-    return Usage(fields["REG"], fields["STACK"], fields["LOCAL"])
+    return fields["REG"], fields["STACK"], fields["LOCAL"]
 
 
 _GLOBAL = r"ptr addrspace\(1\)"

@@ -46,11 +46,6 @@ class Row(NamedTuple):
     ahead: str
     key: str
 
-    def summary(self) -> str:
-        """Its first figures for a reader, in a line."""
-        used = f"{self.registers} of {self.register_budget} registers, {self.spills} spilled, {self.num_warps} warps"
-        return f"{self.kernel} ({self.case}): {used}, loads {self.loads or 'none'}, stores {self.stores or 'none'}"
-
 
 def read_table(chip_name: str) -> list[Row]:
     """Rows of one chip; none of a table with other columns, or without one."""

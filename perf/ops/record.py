@@ -122,26 +122,6 @@ class Op:
         """Those that the table has for a use."""
         return workloads_of(self.name, use, self.modes)
 
-    @property
-    def gpu_workloads(self) -> tuple[Workload, ...]:
-        """Shapes of models, which the bench measures on a GPU and for which the kernels are compiled."""
-        return self.workloads("gpu")
-
-    @property
-    def small_workloads(self) -> tuple[Workload, ...]:
-        """A few elements, on which launchers are tested."""
-        return self.workloads("small")
-
-    @property
-    def other_workloads(self) -> tuple[Workload, ...]:
-        """The workloads that the kernels are compiled for beside the bench's."""
-        return self.workloads("other")
-
-    @property
-    def resized(self) -> tuple[tuple[Workload, tuple[int, ...]], ...]:
-        """Workloads that reach every kernel, each with other sizes of its first dim."""
-        return tuple((workload, workload.resized) for workload in self.workloads("resized"))
-
     def sibling(self, name: str, arguments: tuple[str, ...], **changes: Any) -> Op:
         """The record of another op on the same primitives, with these of the arguments, and few of the samples."""
         absent = set(self.arguments) - set(arguments)

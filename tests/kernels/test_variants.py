@@ -65,7 +65,7 @@ def in_suite(op: Op) -> dict[tuple[Any, ...], str]:
     for chip in CHIPS.values():
         # Tests fill memory that no code touches.
         with use_chip(chip), torch.device("meta"):
-            for workload in (*op.gpu_workloads, *op.other_workloads):
+            for workload in (*op.workloads("gpu"), *op.workloads("other")):
                 for mode in workload.modes:
                     calls = calls_of(workload, mode)
                     for variant in variants(launched_by(lambda calls=calls: [call.results() for call in calls])):
@@ -92,7 +92,7 @@ def small_calls(op: Op) -> Iterator[Small]:
     """Calls of all modes."""
     usual = chip_of(torch.get_default_device())
     few = dataclasses.replace(usual, num_processors=1)
-    for chip, limits, dtype, workload in itertools.product((usual, few), LIMITS, DTYPES, op.small_workloads):
+    for chip, limits, dtype, workload in itertools.product((usual, few), LIMITS, DTYPES, op.workloads("small")):
         with use_limits(**limits), use_chip(chip):
             for mode in op.modes:
                 for call in op.calls(dataclasses.replace(workload, dtype=dtype), mode):
