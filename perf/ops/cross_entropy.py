@@ -170,7 +170,6 @@ SOFT_CROSS_ENTROPY = CROSS_ENTROPY.sibling(
     ),
     tiny=Sample((1, 2), make_options(dim=1, smoothing=0.1)),
     large=CROSS_ENTROPY.large[1:2],
-    positive=("target",),
     num_kept=2,
 )
 # It has no kernels of its own, and is tested by itself: of the bench alone, with labels.

@@ -25,6 +25,8 @@ __all__ = ["Op"]
 
 # How often a mode touches tensors of the size of x at least: x, y_bar and x_dot are read; y, x_bar, tangents written.
 PASSES = {"forward": 2, "backward": 3, "jvp": 4, "hvp": 5, "double_backward": 5, "forward_backward": 5}
+# Arguments that are positive.
+POSITIVE = ("running_var", "target")
 
 
 def _no_calls(workload: Workload, mode: str) -> list[Call]:
@@ -53,7 +55,6 @@ class Op:
         not_kept: Arguments, or `"y"`, that the forward pass must not keep for the backward pass.
         function: The op of this package with all of its outputs; by default `call` with `primitives.functional`.
         torch_function: `y` of torch's own; by default `call` with `torch.nn.functional`.
-        positive: Arguments that must be positive.
         is_linear: Whether the op is its own derivative: primitives of the vjp and jvp are that of the op.
         first: The argument that the primitives call `x`.
         like_first: Arguments that have the dtype of `x` in a mixed sample too.
@@ -101,7 +102,6 @@ class Op:
     parameter_shape: Callable[[Sample, str], tuple[int, ...]] = lambda sample, name: ()
     function: Any = None
     torch_function: Any = None
-    positive: tuple[str, ...] = ()
     is_linear: bool = False
     rounds_once: bool = True
     rounds_twice: tuple[str, ...] = ()
@@ -202,7 +202,7 @@ class Op:
         for position, name in enumerate(self.arguments):
             shape = sample.shape if position == 0 else self.parameter_shape(sample, name)
             values = normal(shape, position, mean=0.5)
-            if name in self.positive:
+            if name in POSITIVE:
                 values = 0.5 + values.abs()
             values = values.to(device, dtype if position == 0 or name in self.like_first else parameter_dtype)
             made[name] = None if name in sample.absent else arranged(values, sample.layout)
