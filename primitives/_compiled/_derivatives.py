@@ -95,7 +95,8 @@ class Compiled(Derived):
     """A function of tensors, compiled for each set of sizes; its derivatives are functions of the kind.
 
     Attributes:
-        inner: The function, which runs inside a trace.
+        inner: The function.
+        run: What gives its value inside a trace.
         settings: How it is compiled.
         name: Which derivative of the user's function it is.
         names: Names of its arguments.
@@ -105,6 +106,7 @@ class Compiled(Derived):
 
     def __init__(self, inner: Any, settings: Settings, name: str, names: Sequence[str]) -> None:
         super().__init__(inner)
+        self.run = inner
         self.settings, self.name, self.names = settings, name, tuple(names)
         self.seed = self.names.index(SEED)
         self.joints: dict[Any, list[Joint]] = {}
@@ -139,7 +141,7 @@ class Compiled(Derived):
     def __call__(self, *tensors: Tensor) -> Tensors:
         """The results, by a program where one may run."""
         if not _is_here():
-            return tuple(self.inner(*tensors))
+            return tuple(self.run(*tensors))
         plain = _C._DisableAutocast() if _C._is_any_autocast_enabled() else _NOTHING
         with torch.no_grad() if torch.is_grad_enabled() else _NOTHING, plain:
             if self.settings.dynamic or (program := self._ready.find(tensors)) is None:
@@ -163,7 +165,7 @@ class Compiled(Derived):
                 found = self._fitting(key, tensors)
                 if found is None:
                     start = time.perf_counter()
-                    graph = joint_graph(self.inner, self.name, tensors, wanted, self.names, self.settings)
+                    graph = joint_graph(self.run, self.name, tensors, wanted, self.names, self.settings)
                     found = Joint(self, graph, wanted, time.perf_counter() - start)
                     self.joints[key] = [found, *self.joints.get(key, ())]
         return found
@@ -175,7 +177,7 @@ class Compiled(Derived):
     def recorded(self, tensors: Sequence[Tensor], kept: Sequence[Any] = ()) -> Tensors:
         """The results, with what a backward pass reads saved."""
         if _C._len_torch_dispatch_stack():
-            return self.inner(*tensors)
+            return self.run(*tensors)
         interpreter = _functorch.peek_interpreter_stack()
         if interpreter is None:
             return recorded_here(*self._known(tensors))
@@ -206,38 +208,28 @@ class Half(Compiled):
     """A function with a better way to its value than to call it: half of a joint graph, or a batch of that.
 
     Attributes:
-        whole: The function, of the first `count` arguments alone, which has the derivatives.
+        inner: The function, of the first `count` arguments alone, which has the derivatives.
     """
 
     def __init__(self, whole: Any, count: int, graph: Any, function: Compiled, name: str, names: Sequence[str]) -> None:
         super().__init__(graph, function.settings, name, names)
-        self.whole, self.count = whole, count
+        self.inner, self.count = whole, count
         self.pushforward, self.pullback = whole.pushforward, whole.pullback
         # What the table shows: seconds to trace and bytes saved.
         self.shown = (0.0, 0)
         self._constants: frozenset[int] = whole.constants
 
     @property
-    def changed(self) -> Sequence[int]:
-        """Those of the function."""
-        return self.whole.changed
-
-    @property
     def constants(self) -> frozenset[int]:
         """Those of the function; of a forward half also results that depend on nothing wanted, and what is kept."""
         return self._constants
-
-    @property
-    def zeros(self) -> frozenset[int]:
-        """Those of the function."""
-        return self.whole.zeros
 
     def batched(self, in_dims: tuple, randomness: str) -> Half:
         """Both, mapped over batch axes."""
 
         def make() -> Half:
-            inner = of_any_strides(self.inner) if isinstance(self.inner, fx.GraphModule) else self.inner
-            whole, mapped = self.whole.batched(in_dims[: self.count], randomness), Batched(inner, in_dims, randomness)
+            inner = of_any_strides(self.run) if isinstance(self.run, fx.GraphModule) else self.run
+            whole, mapped = self.inner.batched(in_dims[: self.count], randomness), Batched(inner, in_dims, randomness)
             return Half(whole, self.count, mapped, self, f"vmap of {self.name}", self.names)
 
         return self._once((in_dims, randomness), make)
@@ -253,11 +245,11 @@ class Half(Compiled):
 
     def program(self, tensors: Sequence[Tensor]) -> Program:
         """Of the graph, which is of these sizes; a batch is traced."""
-        graph = self.inner
+        graph = self.run
         if not isinstance(graph, fx.GraphModule):
             return super().program(tensors)
         # A compiler chooses strides of what is kept, and hooks keep copies of other ones.
-        key = tuple([self.settings.strides_of(x) for x in tensors])
+        key = "program", *[self.settings.strides_of(x) for x in tensors]
         if key not in self._made:
             with compiling():
                 return self._once(key, lambda: program_of(graph, self.name, self.settings, *self.shown, tensors))
@@ -342,17 +334,17 @@ class Joint(Half):
         """The backward half for these arguments and cotangents."""
         if self._has_sizes and _in_a_vmap():
             # Sizes have no batches.
-            return self.whole.pullback(num_tensors, wanted, given)
+            return self.inner.pullback(num_tensors, wanted, given)
 
         def make() -> Recomputable:
-            pullback = self.whole.pullback(num_tensors, wanted, given)
+            pullback = self.inner.pullback(num_tensors, wanted, given)
             bars, is_given = [self._bars[k] for k in given], {name: k in given for k, name in self._bars.items()}
             inputs = {name: self._values[name] for name in (*self._primals, *bars, *self._kept)}
             places = [self._gradients.index(i) for i in wanted]
             module = cut(self._backward, inputs, places, is_given, self._views)
             if module is None:
                 return pullback
-            names, name = [*pullback.names, *self._kept], f"{self.whole.name}, backward"
+            names, name = [*pullback.names, *self._kept], f"{self.inner.name}, backward"
             half = Resumed(pullback, num_tensors + len(given), module, self, name, names)
             half.num_tensors = num_tensors
             return half
