@@ -16,6 +16,7 @@ from perf.conftest import Collector
 from perf.ops import CASES
 from perf.ops.attention import ATTENTION
 from perf.ops.dropout import DROPOUT
+from perf.ops.workload import table
 from perf.results import compare
 from perf.test_bench import function_of, measure
 from perf.workloads import COMPOSED, FLEX, MATH, OURS
@@ -24,6 +25,16 @@ ROOT = Path(__file__).resolve().parents[1]
 CPU = torch.device("cpu")
 # Of the operations that the bench measures.
 TINY = tuple(w for op in (*CASES, *COMPOSED) if op.workloads("gpu") for w in op.workloads("small") if not w.masked)
+
+
+def test_every_line_of_the_table_of_workloads_is_of_a_record_a_use_and_modes():
+    records = {op.name: op for op in (*CASES, *COMPOSED)}
+    known = {mode for op in records.values() for mode in op.modes}
+    for use, workload in table():
+        assert workload.op in records, workload
+        assert use in {"gpu", "cpu", "small", "other", "resized"}, use
+        assert known.issuperset(workload.modes), workload
+        assert bool(workload.resized) == (use == "resized"), workload
 
 
 @pytest.mark.parametrize("workload", TINY, ids=lambda workload: workload.key)

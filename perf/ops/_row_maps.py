@@ -98,6 +98,5 @@ def row_map(
         "calls": calls,
         "modes": (*modes, *(mode for mode in _OUTPUT_MASKS if has_second and mode not in KERNEL_MODES)),
         "options": lambda workload: {"dim": workload.dim},
-        # Of one that keeps y and not x, the cotangent of y goes on to x.
     }
     return Op(name, **{**given, **parts})

@@ -160,7 +160,7 @@ class Workload:
 
 
 @functools.cache
-def _table() -> list[tuple[str, Workload]]:
+def table() -> list[tuple[str, Workload]]:
     """The lines for each op, with their uses."""
     found = []
     with Path(__file__).with_name("workloads.csv").open(newline="", encoding="utf-8") as file:
@@ -181,5 +181,5 @@ def _numbers(text: str, between: str | None = None) -> tuple[int, ...]:
 
 def workloads_of(op: str, use: str, modes: tuple[str, ...]) -> tuple[Workload, ...]:
     """Those of an op for a use, in the modes that it has."""
-    found = [workload for its_use, workload in _table() if (workload.op, its_use) == (op, use)]
+    found = [workload for its_use, workload in table() if (workload.op, its_use) == (op, use)]
     return tuple(replace(each, modes=tuple(mode for mode in each.modes if mode in modes)) for each in found)
