@@ -7,6 +7,7 @@ import types
 from typing import Any
 
 import numpy as np
+import triton.experimental.gluon  # noqa: F401 - a first launch imports it in a patched language: Python 3.10 fails
 import triton.language as tl
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
