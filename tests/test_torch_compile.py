@@ -58,7 +58,15 @@ def sized(case, size):
     )
 
 
-@pytest.mark.parametrize("case", FAMILIES, ids=lambda case: case.name)
+# Norms with something around them take seconds more, and their rules are those of the norms.
+WITH_MORE = ("group_norm_silu", "batch_norm_eval", "batch_norm_relu", "batch_norm_relu_eval", "add_layer_norm")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(each, marks=[pytest.mark.nightly] * (each.name in WITH_MORE)) for each in FAMILIES],
+    ids=lambda case: case.name,
+)
 def test_training_step(case, device):
     """Value, tangent and the backward of both, compiled once for inputs of any size."""
     names = case.perturbable(case.small)
@@ -152,13 +160,8 @@ THROUGH_INDUCTOR = {
 }
 
 
-@pytest.mark.parametrize(
-    "module, shape",
-    [
-        pytest.param(*each, id=name, marks=[pytest.mark.nightly] * (name != "layer norm"))
-        for name, each in THROUGH_INDUCTOR.items()
-    ],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("module, shape", THROUGH_INDUCTOR.values(), ids=THROUGH_INDUCTOR)
 def test_a_differentiated_derivative_is_that_of_eager(module, shape):
     torch.manual_seed(0)
     x, v = (torch.randn(shape, dtype=torch.float64) for _ in range(2))

@@ -251,6 +251,7 @@ def inductor_source(kernel: Kernel, args: tuple, constants: dict[str, Any]) -> A
     return ASTSource(kernel.function, signature, fixed, {})
 
 
+@pytest.mark.nightly
 def test_numbers_that_are_one_may_be_constants():
     """Inductor makes every 1 a constant, which has no methods, and every float a float32.
 

@@ -135,6 +135,7 @@ def test_what_is_kept_has_the_strides_that_a_compiler_or_a_hook_gives_it(dynamic
             same(torch.autograd.grad(step(X), w), truth)
 
 
+@pytest.mark.nightly
 def test_inductor_writes_a_diagonal_into_a_matrix_of_a_batch():
     @pr.compile
     def function(x):
