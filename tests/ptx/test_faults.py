@@ -218,6 +218,10 @@ OUT = "mad.wide.u32 %rd0, %r0, 4, %rd0; st.global.b32 [%rd0], %r3;"
         ("st.shared.b32 [0], %r0;", {"replicas differ"}),
         ("mov.b32 %r4, 7; st.shared.b32 [0], %r4;", set()),
         ("ld.shared.b32 %r3, [4];" + OUT, {"undefined value"}),
+        (
+            "and.b32 %r1, %r0, 7; shl.b32 %r1, %r1, 4; ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%r3}, [%r1];" + OUT,
+            {"undefined value"},
+        ),
         ("st.shared.b32 [256], %r0;", {"out of bounds"}),
         ("shl.b32 %r1, %r0, 1; ld.shared.b32 %r3, [%r1];", {"misaligned"}),
         ("setp.lt.u32 %p1, %r0, 32; @%p1 bra away; bar.sync 0; away:", {"barrier divergence"}),
