@@ -218,6 +218,8 @@ class Half(Compiled):
         # What the table shows: seconds to trace and bytes saved.
         self.shown = (0.0, 0)
         self._constants: frozenset[int] = whole.constants
+        is_graph = isinstance(graph, fx.GraphModule)
+        self._fakes = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")] if is_graph else []
 
     @property
     def constants(self) -> frozenset[int]:
@@ -249,10 +251,11 @@ class Half(Compiled):
         if not isinstance(graph, fx.GraphModule):
             return super().program(tensors)
         # A compiler chooses strides of what is kept, and hooks keep copies of other ones.
-        key = "program", *[self.settings.strides_of(x) for x in tensors]
+        layouts = self.settings.layouts_of(self._fakes, tensors)
+        key = "program", *layouts
         if key not in self._made:
             with compiling():
-                return self._once(key, lambda: program_of(graph, self.name, self.settings, *self.shown, tensors))
+                return self._once(key, lambda: program_of(graph, self.name, self.settings, *self.shown, layouts))
         return self._made[key]
 
 

@@ -29,7 +29,8 @@ from primitives._core.recomputation import Recomputable
 from primitives.tracing import JointGraph
 from primitives.tracing._joint.trace import traced
 from primitives.tracing._leaves import Leaves
-from primitives.tracing._sizes import hinted_size
+from primitives.tracing._memory import is_dense
+from primitives.tracing._sizes import bindings, bound_sizes
 from primitives.tracing._subclasses.made_inside import subclasses_made
 from primitives.tracing._torch_private import GraphModule, is_wrapper_subclass
 
@@ -53,12 +54,19 @@ class Settings:
     programs: list[Program] = dataclasses.field(default_factory=list)
     graphs: dict[str, JointGraph] = dataclasses.field(default_factory=dict)
 
-    def strides_of(self, x: Any) -> tuple[int, ...] | None:
-        """The strides of a tensor, or the order of its axes in memory where sizes are symbols."""
-        if not isinstance(x, torch.Tensor):
-            return None
-        strides = tuple(map(hinted_size, x.stride()))
-        return tuple(sorted(range(x.dim()), key=strides.__getitem__, reverse=True)) if self.dynamic else strides
+    def layouts_of(self, fakes: Sequence[Any], tensors: Sequence[Any]) -> list[Any]:
+        """For each tensor, what makes one of its strides, or of its order of axes; `None` for those of the trace."""
+        symbols, found = bindings(fakes, tensors) if self.dynamic else {}, []
+        for fake, x in zip(fakes, tensors, strict=True):
+            if not isinstance(x, torch.Tensor) or bound_sizes(fake.stride(), symbols) == [*x.stride()]:
+                found.append(None)
+            elif self.dynamic and is_dense(x):
+                # One program for all sizes.
+                axes = sorted(range(x.dim()), key=x.stride().__getitem__, reverse=True)
+                found.append((torch.empty_permuted, tuple(axes)))
+            else:
+                found.append((torch.empty_strided, x.stride()))
+        return found
 
     def fresh(self) -> Settings:
         """The wishes alone."""
@@ -225,21 +233,20 @@ def cut(
 
 
 def program_of(
-    module: fx.GraphModule, name: str, settings: Settings, seconds: float, num_bytes: int, tensors: Sequence[Any]
+    module: fx.GraphModule, name: str, settings: Settings, seconds: float, num_bytes: int, layouts: Sequence[Any]
 ) -> Program:
-    """The program of a graph for inputs of the strides of `tensors`."""
+    """The program of a graph for inputs of these layouts."""
     start = time.perf_counter()
     _say(seconds, "compile: %s, %d nodes, traced in %.1f s", name, len(module.graph.nodes), seconds)
     # Another one, which constants and the compiler change.
     graph = copy.deepcopy(module.graph)
     module = GraphModule(module, graph)
     mode: Any = _guards.detect_fake_mode([node.meta["val"] for node in graph.find_nodes(op="placeholder")])
-    for node, x in zip(graph.find_nodes(op="placeholder"), tensors, strict=True):
-        fake, strides = node.meta["val"], settings.strides_of(x)
-        if settings.strides_of(fake) != strides:
-            made: Any = torch.empty_permuted if settings.dynamic else torch.empty_strided
+    for node, layout in zip(graph.find_nodes(op="placeholder"), layouts, strict=True):
+        if layout is not None:
+            fake, (make, strides) = node.meta["val"], layout
             with mode:
-                node.meta["val"] = made(fake.shape, strides, dtype=fake.dtype, device=fake.device)
+                node.meta["val"] = make(fake.shape, strides, dtype=fake.dtype, device=fake.device)
     constants = _lifted(module, mode)
     fakes = [node.meta["val"] for node in graph.find_nodes(op="placeholder")]
     num_nodes = sum(node.op == "call_function" for node in graph.nodes)

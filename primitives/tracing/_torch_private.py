@@ -359,8 +359,10 @@ def partition(module: fx.GraphModule, num_forward_outputs: int, *, min_cut: bool
     rules = functorch_config.patch(dict.fromkeys((*_RULES_FOR_TIME, "functionalize_rng_ops"), False))
     with _partitioner_lock, rules, _without_code():
         kinds = partitioners.get_default_op_list()
-        allowed = type(kinds.recomputable_ops)([*kinds.recomputable_ops, *also])
-        kinds = dataclasses.replace(kinds, recomputable_ops=allowed)
+        # What it reads depends on strides, and a value that was saved may have others.
+        banned = {torch.ops.aten.as_strided}
+        allowed = type(kinds.recomputable_ops)([*kinds.recomputable_ops, *also]) - banned
+        kinds = dataclasses.replace(kinds, recomputable_ops=allowed, view_ops=kinds.view_ops - banned)
         with mock.patch.object(partitioners, "get_default_op_list", return_value=kinds):
             return split(module, None, num_fwd_outputs=num_forward_outputs)
 
