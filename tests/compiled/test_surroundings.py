@@ -1,5 +1,6 @@
 """What surrounds compiled functions: other compilers, checkpoints, copies, threads, errors, Inductor and its logs."""
 
+import contextlib
 import copy
 import functools
 import logging
@@ -79,7 +80,10 @@ def test_threads_and_processes():
         if child == 0:
             # Without it plain torch hangs, too, in a child whose parent has used several threads.
             torch.set_num_threads(1)
-            os._exit(0 if torch.allclose(compiled(X), net(X).sum()) else 1)
+            # Of known sizes: in builds with CUDA torch refuses a child the backward pass that a trace takes.
+            with contextlib.suppress(Exception):
+                os._exit(0 if torch.allclose(compiled(X[:3]), net(X[:3]).sum()) else 1)
+            os._exit(1)
         assert os.waitpid(child, 0)[1] == 0
 
 
