@@ -7,6 +7,7 @@ what the forward pass has saved, too; its derivative is that of the pullback, a 
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 import time
 from collections.abc import Callable, Sequence
@@ -266,7 +267,18 @@ class Resumed(Half):
         given = [*values]
         for k in range(self.num_tensors, self.count):
             given[k] = given[k].contiguous()
+        if self.settings.dynamic and self._reads_strides:
+            symbols = bindings(self._fakes, given)
+            for k, (fake, x) in enumerate(zip(self._fakes, given, strict=True)):
+                strides: Any = bound_sizes(fake.stride(), symbols) if isinstance(x, torch.Tensor) else None
+                if strides is not None and strides != [*x.stride()]:
+                    # A hook, or a compiler, has kept it in others, and the graph computes with those of the trace.
+                    given[k] = x.new_empty_strided(x.shape, strides).copy_(x)
         return super().__call__(*given)
+
+    @functools.cached_property
+    def _reads_strides(self) -> bool:
+        return any(True for _ in self.run.graph.find_nodes(op="call_function", target=torch.ops.aten.sym_stride.int))
 
     num_tensors = 0
     resumes = True
