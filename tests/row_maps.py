@@ -28,4 +28,4 @@ def _along_x(y_bar, x, x_dot, dim):
     return (x * (3 * a * b / n2 - c) - y_bar * b - x_dot * a) / n2**1.5
 
 
-UNIT = RowMap(unit_p, "x", "int dim", _map, second_order=(_along_x, _along_x), counter="dim")
+UNIT = RowMap(unit_p, "x", "int dim", _map, second_order=(_along_x, _along_x))

@@ -11,7 +11,6 @@ from perf import support
 from perf.ops import CASES, record
 from primitives.__main__ import TOLERANCE, self_check
 from primitives._core import registered_primitives
-from primitives._distributed._axes import is_known
 
 ROOT = pathlib.Path(pr.__file__).resolve().parent.parent
 OPERATIONS = (ROOT / "docs/reference/operations.md").read_text(encoding="utf-8")
@@ -22,12 +21,8 @@ def lacking(case):
     public = case.public
     # As prose has it: layer norm, log-softmax.
     words = public.replace("_", "[ _-]")
-    family = case.family or case.name
     parts = {
         f"the function {public} with its checks, offered by primitives/functional.py": hasattr(pr.functional, public),
-        f"a line on how DTensors may be cut, in FAMILIES of primitives/_distributed/_axes.py: {family}": is_known(
-            family
-        ),
         f"a section on its formulas and edge cases, in docs/reference/operations.md: {public}": re.search(
             rf"^## {words}", OPERATIONS, re.MULTILINE | re.IGNORECASE
         ),
@@ -67,7 +62,8 @@ OURS = {name: op for name, op in registered_primitives().items() if name.startsw
 def test_primitives_are_complete(name):
     op = OURS[name]
     assert "cuda" in op.rules.kernels, "write bind_kernels"
-    assert op.has_rule("vmap"), "write def_vmap: the batch folds into the kernel's own rows or channels"
+    assert op.has_rule("vmap"), "write def_axes: vmap and DTensor follow from the axes of its tensors"
+    assert op.has_rule("axes") or not op.spec.differentiable_outputs, "write def_axes"
     assert {"mean", "rstd"}.intersection(op.spec.outputs) <= {*op.spec.statistics}
     is_differentiated = (op.has_rule("vjp") and op.has_rule("jvp")) or op.rules.decomposable
     assert is_differentiated, "write its rules of second order in a file beside it, or say decomposable=True"

@@ -1,8 +1,8 @@
 """Rules of DTensor for calls of primitives: cut along an axis that is free, or run the reference on the parts.
 
-Along a free axis (`_axes`) each process runs the operator on its part, without a message. Where x is cut along another
-axis, the normalized one or the classes of a softmax, the reference runs instead, whose sums over that axis DTensor
-turns into messages as long as statistics. Anything else DTensor redistributes.
+Along a free axis (`ops/axes.py`) each process runs the operator on its part, without a message. Where x is cut along
+another axis, the normalized one or the classes of a softmax, the reference runs instead, whose sums over that axis
+DTensor turns into messages as long as statistics. Anything else DTensor redistributes.
 
 Imported once `torch.distributed.tensor` is; nothing here imports it for a program that has no DTensor.
 """
@@ -23,11 +23,15 @@ from torch.utils._pytree import tree_map_only
 
 from primitives._core import registered_primitives
 from primitives._core.rules import RuleTable
-from primitives._core.spec import NAMESPACE, Spec
-from primitives._distributed._axes import Axes, axes_of_call
+from primitives._core.spec import NAMESPACE
+from primitives.ops.axes import CallAxes
 
 # Those of operators whose results follow from their arguments alone.
 _NAMESPACES = (NAMESPACE, "primitives_composed")
+
+
+def _axes_of(rules: RuleTable, args: Sequence[Any]) -> CallAxes | None:
+    return rules.rule("axes")(args) if "axes" in rules.given else None
 
 
 def _placement(axes: Sequence[str | None] | None, axis: str | None, otherwise: Placement) -> Placement:
@@ -36,11 +40,11 @@ def _placement(axes: Sequence[str | None] | None, axis: str | None, otherwise: P
     return Shard(axes.index(axis)) if axis in axes else otherwise
 
 
-def _acceptable(spec: Spec, *args: Any) -> list[tuple[list[Placement], list[Placement | None]]]:
+def _acceptable(rules: RuleTable, *args: Any) -> list[tuple[list[Placement], list[Placement | None]]]:
     """Placements of outputs and arguments over one axis of a mesh, one pair for each way to run a call."""
-    axes = axes_of_call(spec, args)
+    spec, axes = rules.spec, _axes_of(rules, args)
     if axes is None:
-        axes = Axes(dict.fromkeys(spec.tensors, ()), ((),) * len(spec.outputs), frozenset(), can_compose=False)
+        axes = CallAxes(dict.fromkeys(spec.tensors, ()), ((),) * len(spec.outputs), frozenset(), can_compose=False)
     given = dict(zip(spec.arguments, args, strict=True))
     names = [name if name in spec.tensors and value is not None else None for name, value in given.items()]
     return [
@@ -60,7 +64,7 @@ def _alike(*args: Any) -> list[tuple[list[Placement], list[Placement | None]]]:
 
 def _is_cut(rules: RuleTable, args: Sequence[Any]) -> bool:
     """Whether a call has a tensor of the shape of x that is cut along an axis which is not free."""
-    axes = axes_of_call(rules.spec, args)
+    axes = _axes_of(rules, args)
     if axes is None or not axes.can_compose:
         return False
     ndim = max(map(len, axes.inputs.values()))
@@ -148,7 +152,7 @@ def register() -> None:
     known = DTensor._op_dispatcher.sharding_propagator.op_to_schema_info
     for op in registered_primitives().values():
         if op.spec.namespace in _NAMESPACES:
-            register_sharding(op.overload)(functools.partial(_acceptable, op.spec))
+            register_sharding(op.overload)(functools.partial(_acceptable, op.rules))
             # DTensor remembers a call by its tensors, and by its other arguments from this one on: by default the first
             # integer, before which are flags, such as whether attention is causal, and tensors that may be None.
             known[op.overload].static_argnum = 0

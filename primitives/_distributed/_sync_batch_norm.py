@@ -35,9 +35,10 @@ from primitives._core import Primitive
 from primitives._core.errors import CommunicationError, DtypeError, ShapeError
 from primitives._core.write_back import write_back
 from primitives.ops import arguments
+from primitives.ops.axes import Axes, def_axes, fold_batch
 from primitives.ops.norms.batch_norm_eval import batch_norm_eval_bwd_p, batch_norm_eval_jvp_p, batch_norm_eval_p
 from primitives.ops.norms.channels import contiguous_like, per_channel
-from primitives.ops.rules import accumulation_dtype, batch_all, fold_batch, weight_beside
+from primitives.ops.rules import accumulation_dtype, weight_beside
 
 # Apart from operators that launch kernels of their own.
 NAMESPACE = "primitives_distributed"
@@ -81,7 +82,7 @@ def _all_reduce_jvp(residuals: Any, tangents: Any) -> Tensor:
     return all_reduce_p(tangents.x, residuals.group)
 
 
-batch_all(all_reduce_p)
+def_axes(Axes("x total: *all", ""), all_reduce_p)
 
 
 # Inductor orders torch's own messages, and computes while they are under way.

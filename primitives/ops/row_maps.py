@@ -20,14 +20,11 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from primitives._core import Primitive, value_and_jvp
-from primitives.ops.rules import accumulation_dtype, batch_all, bind_family, called, define, empty_output, second_order
+from primitives.ops.axes import Axes, def_axes
+from primitives.ops.rules import accumulation_dtype, bind_family, called, define, empty_output, second_order
 
 # Of contiguous tensors in the dtype of sums, and of the options.
 Formula = Callable[..., Tensor]
-
-
-# The maps that were made, whose calls may be cut along every axis but `dim`.
-ROW_MAPS: set[str] = set()
 
 
 class _Formulas(NamedTuple):
@@ -51,7 +48,6 @@ class RowMap:
         second_order: Where second order has kernels: `(y_bar, k, x_dot, *options)`, the part of the gradient of L for
             k, and `(y_bar, k, k_dot, *options)`, what the tangent of k adds to that of x_bar.
         by_aten: `bwd` by one call of ATen, of which the kernels for the CPU are made.
-        counter: As of `batch_all`.
         room: The package of `kernels` in which a module that is named after `value` has launchers.
 
     Attributes:
@@ -62,10 +58,9 @@ class RowMap:
     def __init__(
         self, value: Primitive, kept: str, options: str, bwd: Formula, jvp: Formula | None = None,
         second_order: tuple[Formula, Formula] | None = None, *, by_aten: Formula | None = None,
-        counter: str | None = None, room: str = "softmax",
+        room: str = "softmax",
     ) -> None:  # fmt: skip
         self.ops = {"fwd": value}
-        ROW_MAPS.add(value.name)
         self._kept, self._options = kept, [option.split()[-1] for option in options.split(", ")]
         self._of_k, self._dtype = [kept, *value.spec.statistics], ["x_dtype"] * (kept == "y")
         along_k, of_k_dot = second_order or (None, None)
@@ -88,7 +83,10 @@ class RowMap:
             self._make("bwd_jvp", schema, self._run_bwd_jvp)
             self._define_second_order(is_symmetric=jvp is None)
         bind_family(f"{room}.{value.name}", value.name, *self.ops.values())
-        batch_all(*self.ops.values(), counter=counter)
+        # A call may be cut along every axis but that of the map.
+        statistics = "".join(f", {name}: *before *after" for name in value.spec.statistics)
+        of = f"x y output mask: *before row *after{statistics}"
+        def_axes(Axes(of, "before after", can_compose=True), *self.ops.values())
 
     def _make(self, suffix: str, schema: str, run: Callable[[_Formulas, dict[str, Any]], Any], *first: str) -> None:
         op = Primitive(

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from primitives._core import BatchInfo, Primitive, to_front, triton_kernels_module
+from primitives._core import Primitive, triton_kernels_module
 from primitives._core.sequences import tuple_getter
 from primitives.ops.arguments import LOW_PRECISION
 
@@ -279,64 +279,3 @@ def second_order(
         # Where only a statistic has a tangent, which is none, the operator returns zeros.
         given = {f"{name}_dot": dot for name, dot in tangents._asdict().items()}
         return called(bwd_jvp, residuals, getattr(residuals, "output_mask", None), **given)
-
-
-def fold_batch(batch: BatchInfo, primals: Any, names: Sequence[str]) -> Any:
-    """`primals` with the batch axis of the named tensors brought to the front, where it is one more leading axis.
-
-    Tensors without a batch axis are expanded, which costs no copy.
-    """
-    folded = {name: to_front(getattr(primals, name), getattr(batch.axes, name), batch.size) for name in names}
-    return primals._replace(**folded)
-
-
-def output_axes(op: Primitive, primals: Any) -> Any:
-    """The batch comes first in every output; a stand-in for an unwanted one has none."""
-    if "output_mask" in primals._fields:
-        return tuple(0 if want else None for want in primals.output_mask)
-    # The mean of a norm that is not centered is such a stand-in.
-    has_mean = getattr(primals, "centered", True)
-    axes = tuple(0 if has_mean or name != "mean" else None for name in op.spec.outputs)
-    return axes if len(axes) > 1 else 0
-
-
-def batch_all(*ops: Primitive, counter: str | None = None) -> None:
-    """Give `ops` a vmap rule: the batch is the first axis of every tensor.
-
-    The argument `counter`, if there is one, counts axes or numbers one of them: with the batch, one more.
-    """
-    for op in ops:
-
-        @op.def_vmap
-        def rule(batch: BatchInfo, primals: Any, op: Primitive = op) -> tuple[Any, Any]:
-            folded = fold_batch(batch, primals, op.spec.tensors)
-            if counter is not None:
-                folded = folded._replace(**{counter: getattr(primals, counter) + 1})
-            return op(*folded), output_axes(op, primals)
-
-
-def batch_rows(*ops: Primitive) -> None:
-    """Give `ops` a vmap rule: the batch becomes more rows, as long as all samples share the parameters.
-
-    Parameters, their tangents and cotangents have names that begin with `weight` or `bias`. Where one of
-    them is batched, or summed over the rows of each sample, or a seed is given, with whose stream each sample begins
-    anew, `batch_ndim` counts the batch as one more batch axis.
-    """
-    for op in ops:
-        params = [name for name in op.spec.tensors if _is_param(name)]
-        rows = [name for name in op.spec.tensors if not _is_param(name)]
-        sums = [i for i, name in enumerate(op.spec.outputs) if _is_param(name)]
-
-        @op.def_vmap
-        def rule(
-            batch: BatchInfo, primals: Any, op: Primitive = op, params: Any = params, rows: Any = rows, sums: Any = sums
-        ) -> tuple[Any, Any]:
-            names, axes = rows, output_axes(op, primals)
-            is_apart = getattr(primals, "seed", None) is not None or any(primals.output_mask[i] for i in sums)
-            if is_apart or primals.batch_ndim or batch.is_batched(*params):
-                names, primals = [*rows, *params], primals._replace(batch_ndim=primals.batch_ndim + 1)
-            return op(*fold_batch(batch, primals, names)), axes
-
-
-def _is_param(name: str) -> bool:
-    return name.startswith(("weight", "bias", "seed"))

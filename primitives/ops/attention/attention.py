@@ -63,7 +63,8 @@ from primitives._core import Primitive
 from primitives.ops.attention.blocks import in_blocks
 from primitives.ops.attention.cpu_attention import flash, flash_bwd
 from primitives.ops.attention.rows import Problem, Rows, flipped, noised
-from primitives.ops.rules import accumulation_dtype, batch_all, bind_family, derivatives, empty_output, second_order
+from primitives.ops.axes import Axes, def_axes
+from primitives.ops.rules import accumulation_dtype, bind_family, derivatives, empty_output, second_order
 
 # The arguments that say what attends to what, and what no derivative reaches.
 OPTIONS = "Tensor? mask, Tensor? seed, Tensor? offset, float scale, bool causal, float dropout_p"
@@ -302,8 +303,18 @@ def _attention_autocast(primals: Any) -> Any:
     return primals._replace(**cast)
 
 
-# The batch is one more first axis of every tensor.
-batch_all(*_ops, attention_double_backward_p)
+def _axes(given: dict[str, Any]) -> Axes:
+    # Heads of q that share one of k and v would have to stay with it, and all of them share the noise of a seed.
+    heads = "heads" if given["q"].shape[-3] == given["k"].shape[-3] else "groups"
+    of = (
+        f"q: *batch heads rows width, k: *batch {heads} keys width, v: *batch {heads} keys values,"
+        " o: *batch heads rows values, lse: *batch heads rows, bias mask: *batch heads rows keys, seed offset: *batch"
+    )
+    free = f"batch {heads if heads == 'heads' else ''} {'' if given['causal'] else 'rows'}"
+    return Axes(of, free if given["seed"] is None else "")
+
+
+def_axes(_axes, *_ops, attention_double_backward_p)
 
 
 def _bwd_jvp(output_mask: Sequence[bool], value: Callable[[str], Any]) -> tuple[Tensor, ...]:

@@ -30,8 +30,9 @@ from primitives._core import Primitive
 from primitives._core.trees.leaves import map_tensors
 from primitives._core.typing import PyTree
 from primitives.ops import arguments
+from primitives.ops.axes import Axes, def_axes
 from primitives.ops.dropout.words import MAX_SEED, draw_words
-from primitives.ops.rules import accumulation_dtype, batch_all, bind_kernels
+from primitives.ops.rules import accumulation_dtype, bind_kernels
 
 dropout_p = Primitive(
     "dropout",
@@ -73,8 +74,8 @@ def _dropout_jvp(residuals: Any, tangents: Any) -> Tensor:
     return dropout_p(tangents.x, r.seed, r.offset, r.p, r.batch_ndim)
 
 
-# Samples that share a seed count their elements alike, and so share their noise.
-batch_all(dropout_p, counter="batch_ndim")
+# Noise follows from a place in the whole, and samples that share a seed share it.
+def_axes(Axes("x y: *batch *rest, seed offset: *batch", ""), dropout_p)
 
 
 def dropout(

@@ -17,8 +17,8 @@ from typing import Any
 from torch import Tensor
 
 from primitives._core import Primitive, triton_kernels_module
+from primitives.ops.axes import fold_batch
 from primitives.ops.dropout.words import draw_words
-from primitives.ops.rules import fold_batch
 
 philox_p = Primitive(
     "philox",

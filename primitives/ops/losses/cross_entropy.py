@@ -42,9 +42,9 @@ from torch import Tensor
 
 from primitives._core import Primitive, value_and_jvp
 from primitives._core.errors import LabelError
+from primitives.ops.axes import Axes, def_axes
 from primitives.ops.rules import (
     accumulation_dtype,
-    batch_all,
     bind_family,
     define,
     derivatives,
@@ -244,11 +244,12 @@ for _op, _formula in (
 second_order(cross_entropy_bwd_p, cross_entropy_jvp_p, cross_entropy_bwd_jvp_p)
 
 
-# Kernels, and batches: one more axis beside that of the classes.
+# Kernels, and axes.
 
 _ops = (cross_entropy_p, cross_entropy_bwd_p, cross_entropy_jvp_p, cross_entropy_fwd_jvp_p, cross_entropy_bwd_jvp_p)
 bind_family("losses.cross_entropy", "cross_entropy", *_ops)
-batch_all(*_ops, counter="dim")
+_AXES = "x: *before classes *after, target: *before classes? *after, loss lse: *before *after"
+def_axes(Axes(_AXES, "before after", can_compose=True), *_ops)
 
 
 # Not among the primitives, whose kernels are Triton's: it has integers alone, one a row, and no derivative.
@@ -288,6 +289,4 @@ def _class_labels_on_a_gpu(target: Tensor, num_classes: int, ignore_index: int, 
     return _class_labels_reference(target, num_classes, ignore_index, function)
 
 
-@class_labels_p.def_vmap
-def _class_labels_vmap(batch: Any, primals: Any) -> tuple[Tensor, Any]:
-    return class_labels_p(*primals), batch.axes.target
+def_axes(Axes("target labels: *all", "all"), class_labels_p)

@@ -29,13 +29,14 @@ import torch
 from torch import Tensor
 
 from primitives._core import BatchInfo, Primitive, vmap_by_loop
+from primitives.ops.axes import Axes, def_axes, fold_batch, output_axes
 from primitives.ops.losses.cross_entropy import (
     cross_entropy_bwd_jvp_p,
     cross_entropy_bwd_p,
     cross_entropy_jvp_p,
     cross_entropy_p,
 )
-from primitives.ops.rules import define, derivatives, empty_output, fold_batch, output_axes, second_order
+from primitives.ops.rules import define, derivatives, empty_output, second_order
 
 # Records, and the gates that follow from them, are of ops with kernels of their own: these are composed, and held to
 # the formula in every nesting by tests/ops/losses/test_linear_cross_entropy.py.
@@ -209,7 +210,15 @@ def _bwd_jvp(in_place: bool, c: Any) -> tuple[Tensor, ...]:
 # Batching: the batch is more rows, unless each sample has parameters, or sums over its rows, of its own.
 
 
+_AXES = Axes(
+    "x: rows features, weight: classes *more features, bias: classes *more, target: rows classes? *more,"
+    " loss lse: rows *more",
+    "rows",
+)
+
+
 def _batched(op: Primitive) -> None:
+    def_axes(_AXES, op)
     params = [name for name in op.spec.tensors if name.startswith(("weight", "bias"))]
     rows = [name for name in op.spec.tensors if name not in params]
 

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from primitives._core import Primitive, value_and_jvp
+from primitives.ops.axes import Axes, def_axes
 from primitives.ops.dropout.dropout import dropout_p
 from primitives.ops.norms.layer_norm import (
     layer_norm_bwd_jvp_p,
@@ -37,7 +38,6 @@ from primitives.ops.norms.layer_norm import (
 )
 from primitives.ops.rules import (
     accumulation_dtype,
-    batch_rows,
     bind_family,
     cast_to_float32,
     define,
@@ -146,10 +146,11 @@ _of_sum = {add_layer_norm_p: _value, add_layer_norm_bwd_p: _cotangents, add_laye
 for _op, _formula in _of_sum.items():
     define(_op, _formula, lambda _: ())
 
-# Triton's kernels; on the CPU those of layer norm and sums. Batches as in layer norm; each sample with noise has its
-# own, and counts its elements alone.
+# Triton's kernels; on the CPU those of layer norm and sums.
 bind_family("norms.add_layer_norm", "add_layer_norm", *_of_sum, add_layer_norm_fwd_jvp_p)
-batch_rows(*_of_sum, add_layer_norm_fwd_jvp_p)
+_AXES = "x y s residual: *batch *rest *norm, weight bias: *batch *norm, mean rstd: *batch *rest, seed: *batch"
+# The noise of an element follows from its place in the whole.
+def_axes(lambda given: Axes(_AXES, "batch rest" if given["seed"] is None else ""), *_of_sum, add_layer_norm_fwd_jvp_p)
 
 
 @add_layer_norm_p.def_vjp

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from primitives._core import Primitive
 from primitives.ops.arguments import LOW_PRECISION
+from primitives.ops.axes import Axes, def_axes, fold_batch
 from primitives.ops.norms.aten import (
     LARGEST_OFFSET,
     LONGEST_CHANNEL,
@@ -28,9 +29,9 @@ from primitives.ops.norms.aten import (
     in_dtype_of_sums,
     is_well_conditioned,
 )
-from primitives.ops.norms.channels import channels, contiguous_like, update_running
+from primitives.ops.norms.channels import AXES, channels, contiguous_like, update_running
 from primitives.ops.norms.norm_map import norm_map
-from primitives.ops.rules import accumulation_dtype, batch_all, bind_family, bind_kernels, empty_output, fold_batch
+from primitives.ops.rules import accumulation_dtype, bind_family, bind_kernels, empty_output
 
 batch_norm_p = Primitive(
     "batch_norm",
@@ -101,14 +102,13 @@ bind_family("batch_norm.batch_norm", "batch_norm_train", batch_norm_p, *operator
 bind_kernels(batch_norm_double_backward_p, "batch_norm.batch_norm", "batch_norm_double_backward")
 bind_kernels(batch_norm_bwd_jvp_p, "batch_norm.batch_norm", "batch_norm_bwd_jvp")
 
-# The batch multiplies the channels.
-batch_all(batch_norm_bwd_p, batch_norm_jvp_p, batch_norm_double_backward_p, batch_norm_bwd_jvp_p, counter="batch_ndim")
 
-
-def batch_state(*ops: Primitive) -> None:
-    """Give `ops`, whose outputs are those of the forward and more, a vmap rule."""
+def def_axes_in_training(*ops: Primitive) -> None:
+    """`def_axes` of `ops` whose statistics are those of x: the channels are free."""
+    def_axes(Axes(AXES, "batch channels", can_compose=True), *ops)
     for op in ops:
-        op.def_vmap(functools.partial(_batch_norm_vmap, op=op))
+        if op.spec.state:
+            op.def_vmap(functools.partial(_batch_norm_vmap, op=op))
 
 
 def _batch_norm_vmap(batch: Any, primals: Any, op: Primitive) -> tuple[Any, Any]:
@@ -123,4 +123,4 @@ def _batch_norm_vmap(batch: Any, primals: Any, op: Primitive) -> tuple[Any, Any]
     return tuple(out), tuple(axes)
 
 
-batch_state(batch_norm_p, batch_norm_fwd_jvp_p)
+def_axes_in_training(batch_norm_p, *operators)

@@ -23,10 +23,11 @@ import torch
 from torch import Tensor
 
 from primitives._core import Primitive
+from primitives.ops.axes import Axes, def_axes
 from primitives.ops.norms.aten import RunningByAten, in_dtype_of_sums, is_well_conditioned
-from primitives.ops.norms.channels import channels, contiguous_like
+from primitives.ops.norms.channels import AXES, channels, contiguous_like
 from primitives.ops.norms.formulas import Norm, Running
-from primitives.ops.rules import accumulation_dtype, batch_all, bind_family, define, derivatives, empty_output
+from primitives.ops.rules import accumulation_dtype, bind_family, define, derivatives, empty_output
 
 batch_norm_eval_p = Primitive(
     "batch_norm_eval",
@@ -97,8 +98,9 @@ def _batch_norm_eval_by_aten(
     return torch.native_batch_norm(contiguous_like(x, x, 0), weight, bias, mean, var, False, 0.0, eps)[0]
 
 
-# Triton's kernels, and batches, which multiply the channels.
+# Triton's kernels; by given statistics every axis is free.
 
+AXES_IN_EVALUATION = Axes(AXES, "batch samples channels spatial")
 _ops = (batch_norm_eval_p, batch_norm_eval_bwd_p, batch_norm_eval_jvp_p)
 bind_family("batch_norm.batch_norm", "batch_norm_eval", *_ops)
-batch_all(*_ops, counter="batch_ndim")
+def_axes(AXES_IN_EVALUATION, *_ops)

@@ -26,17 +26,23 @@ import torch
 from torch import Tensor
 
 from primitives._core import Primitive, value_and_jvp
+from primitives.ops.axes import def_axes
 from primitives.ops.norms.batch_norm import (
     batch_norm_bwd_jvp_p,
     batch_norm_bwd_p,
     batch_norm_double_backward_p,
     batch_norm_jvp_p,
     batch_norm_p,
-    batch_state,
+    def_axes_in_training,
 )
-from primitives.ops.norms.batch_norm_eval import batch_norm_eval_bwd_p, batch_norm_eval_jvp_p, batch_norm_eval_p
+from primitives.ops.norms.batch_norm_eval import (
+    AXES_IN_EVALUATION,
+    batch_norm_eval_bwd_p,
+    batch_norm_eval_jvp_p,
+    batch_norm_eval_p,
+)
 from primitives.ops.norms.channels import contiguous_like
-from primitives.ops.rules import accumulation_dtype, batch_all, bind_family, empty_output, first_order, second_order
+from primitives.ops.rules import accumulation_dtype, bind_family, empty_output, first_order, second_order
 
 
 def through(y: Tensor, v: Tensor) -> Tensor:
@@ -145,9 +151,8 @@ def _with_relu(
     with_tangent = [] if both is None else [both]
     bind_family("batch_norm.batch_norm", launcher, value, value_bwd, value_jvp, *with_tangent, relu=True)
     first_order(value, value_bwd, value_jvp)
-    # The batch multiplies the channels.
-    batch_all(value_bwd, value_jvp, *([] if is_training else [value]), counter="batch_ndim")
-    batch_state(*([value, *with_tangent] if is_training else []))
+    def_family_axes = def_axes_in_training if is_training else functools.partial(def_axes, AXES_IN_EVALUATION)
+    def_family_axes(value, value_bwd, value_jvp, *with_tangent)
     return value, value_bwd, value_jvp, both
 
 

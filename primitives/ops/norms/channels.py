@@ -14,6 +14,8 @@ from torch._prims_common import suggest_memory_format
 from primitives.ops.norms.formulas import Norm
 from primitives.ops.rules import empty_output
 
+# The axes of their tensors.
+AXES = "x y residual: *batch samples channels *spatial, weight bias mean rstd running_mean running_var: *batch channels"
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 

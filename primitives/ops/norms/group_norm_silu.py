@@ -28,10 +28,16 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from primitives._core import Primitive, value_and_jvp
-from primitives.ops.norms.layer_norm import layer_norm_bwd_jvp_p, layer_norm_bwd_p, layer_norm_jvp_p, layer_norm_p
+from primitives.ops.axes import def_axes
+from primitives.ops.norms.layer_norm import (
+    GROUPS,
+    layer_norm_bwd_jvp_p,
+    layer_norm_bwd_p,
+    layer_norm_jvp_p,
+    layer_norm_p,
+)
 from primitives.ops.rules import (
     accumulation_dtype,
-    batch_rows,
     bind_family,
     cast_to_float32,
     derivatives,
@@ -114,7 +120,7 @@ for op, formula, of_norm in (
 
 _ops = (group_norm_silu_p, group_norm_silu_bwd_p, group_norm_silu_jvp_p, group_norm_silu_fwd_jvp_p)
 bind_family("norms.layer_norm", "layer_norm", *_ops, norm_ndim=_NORM_NDIM, silu=True)
-batch_rows(*_ops)
+def_axes(GROUPS, *_ops)
 group_norm_silu_p.def_autocast("cuda")(cast_to_float32)
 
 

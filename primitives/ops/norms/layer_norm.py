@@ -27,10 +27,11 @@ from primitives._core.typing import Prefix, PyTree
 from primitives._repair.nodes import recorded
 from primitives._repair.plain import is_plain_on_cpu
 from primitives.ops import arguments
+from primitives.ops.axes import Axes, def_axes
 from primitives.ops.norms.aten import RowsByAten, in_dtype_of_sums, is_well_conditioned
 from primitives.ops.norms.formulas import Norm
 from primitives.ops.norms.norm_map import norm_map
-from primitives.ops.rules import batch_rows, bind_family, bind_kernels, cast_to_float32, weight_beside, with_layout
+from primitives.ops.rules import bind_family, bind_kernels, cast_to_float32, weight_beside, with_layout
 
 layer_norm_p = Primitive(
     "layer_norm",
@@ -98,8 +99,14 @@ bind_family("norms.layer_norm", "layer_norm", layer_norm_p, *operators[:3])
 bind_kernels(layer_norm_double_backward_p, "norms.layer_norm_second_order", "layer_norm_double_backward")
 bind_kernels(layer_norm_bwd_jvp_p, "norms.layer_norm_second_order", "layer_norm_bwd_jvp")
 
-# The batch becomes more rows, and where parameters have it too, one more batch axis.
-batch_rows(layer_norm_p, *operators)
+_ROWS = Axes(
+    "x y: *batch *rest *norm, weight bias: *batch *norm, mean rstd: *batch *rest", "batch rest", can_compose=True
+)
+GROUPS = Axes(
+    "x y: *batch *rest groups channels positions, weight bias: *batch groups channels, mean rstd: *batch *rest groups",
+    "batch rest groups",
+)
+def_axes(lambda given: GROUPS if given["grouped"] else _ROWS, layer_norm_p, *operators)
 layer_norm_p.def_autocast("cuda")(cast_to_float32)
 
 

@@ -87,4 +87,4 @@ def _bwd_by_aten(y_bar: Tensor, y: Tensor, dim: int) -> Tensor:
 
 
 # The batch is one more axis that the sum does not run over.
-RowMap(log_softmax_p, "y", "int dim", _bwd, _jvp, (_along_y, _along_y), by_aten=_bwd_by_aten, counter="dim")
+RowMap(log_softmax_p, "y", "int dim", _bwd, _jvp, (_along_y, _along_y), by_aten=_bwd_by_aten)

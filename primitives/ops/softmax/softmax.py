@@ -120,7 +120,6 @@ _derivatives = RowMap(
     _map,
     second_order=(_along_y, _of_y_dot),
     by_aten=_map_by_aten,
-    counter="dim",
 )
 softmax_bwd_p, softmax_jvp_p = _derivatives.ops["bwd"], _derivatives.ops["jvp"]
 
