@@ -11,7 +11,7 @@ from torch.testing import assert_close
 import primitives as pr
 from perf.ops import CASES
 from primitives._audit.nestings import nested, nestings
-from primitives.ops.norms.layer_norm import layer_norm_p
+from primitives.ops.norms.layer_norm import NormOptions, layer_norm_p
 from primitives.ops.softmax.log_softmax import log_softmax_p
 from primitives.ops.softmax.softmax import softmax_p
 from tests.properties import leaves
@@ -48,7 +48,7 @@ def test_nothing_is_cast_on_the_cpu(case, device):
 def test_operators_run_in_float32_under_cuda_autocast(dtype):
     x, weight = data(5, 4, dtype=dtype), data(5, 4, dtype=dtype)[0]
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    y, mean, rstd = under_cuda_autocast(layer_norm_p, x, weight, None, 1, 0, 1e-5, True, False, False)
+    y, mean, rstd = under_cuda_autocast(layer_norm_p, x, weight, None, *NormOptions(1, 1e-5))
     assert (y.dtype, mean.dtype, rstd.dtype) == (wide, wide, wide)
     assert torch.equal(y, pr.functional.layer_norm(x.to(wide), (4,), weight.to(wide)))
     for output_dtype in (None, torch.float16, torch.float64):
@@ -65,14 +65,14 @@ def test_each_argument_of_low_precision_is_cast_by_itself():
         data(5, 4, dtype=torch.float32)[0],
         data(5, 4, dtype=torch.float16)[1],
     )
-    y = under_cuda_autocast(layer_norm_p, x, weight, bias, 1, 0, 1e-5, True, False, False)[0]
+    y = under_cuda_autocast(layer_norm_p, x, weight, bias, *NormOptions(1, 1e-5))[0]
     assert torch.equal(y, pr.functional.layer_norm(x.float(), (4,), weight, bias.float()))
 
 
 def test_gradients_come_back_in_the_dtype_of_the_input_under_cuda_autocast():
     x, weight = data(5, 4, dtype=torch.bfloat16).requires_grad_(), data(5, 4, dtype=torch.bfloat16)[0].requires_grad_()
     y, z = (
-        under_cuda_autocast(layer_norm_p, x, weight, None, 1, 0, 1e-5, True, False, False)[0],
+        under_cuda_autocast(layer_norm_p, x, weight, None, *NormOptions(1, 1e-5))[0],
         under_cuda_autocast(log_softmax_p, x, 1, None),
     )
     (y.square().sum() + z.square().sum()).backward()

@@ -12,7 +12,7 @@ from torch.testing import assert_close
 import primitives as pr
 from primitives._core.fast_path import fast_path_keys, state_of_new_threads
 from primitives._core.write_back import count_up, write_back
-from primitives.ops.norms.layer_norm import layer_norm_p
+from primitives.ops.norms.layer_norm import NormOptions, layer_norm_p
 from tests.custom_ops import define, operator
 from tests.support import data
 
@@ -137,24 +137,24 @@ def test_plain_eager_calls_alone_take_the_fast_path():
 
 def test_what_the_dispatcher_converts_and_shows_it_still_does():
     x, weight = torch.arange(6.0).view(2, 3).requires_grad_(), torch.ones(3, requires_grad=True)
-    expected = layer_norm_p(x, weight, None, 1, 0, 1.0, True, False, False)[0]
+    expected = layer_norm_p(x, weight, None, *NormOptions(1, 1.0))[0]
     for eps in (1, torch.tensor(1.0), True):
-        y = layer_norm_p(x, weight, None, 1, 0, eps, True, False, False)[0]
+        y = layer_norm_p(x, weight, None, *NormOptions(1, eps))[0]
         assert torch.equal(y, expected)
         assert type(y.grad_fn) is type(expected.grad_fn)
     keyword = define("(Tensor x, *, float s) -> Tensor y", rules={"reference": lambda x, s: x * s})
     wrong = [
         (x, weight, None, 1, 0),
-        (x, weight, None, 1.5, 0, 1.0, True, False, False),
-        (x, "weight", None, 1, 0, 1.0, True, False, False),
+        (x, weight, None, *NormOptions(1.5, 1.0)),
+        (x, "weight", None, *NormOptions(1, 1.0)),
     ]
     for op, args in (*[(layer_norm_p, args) for args in wrong], (keyword, (X, 2.0))):
         with pytest.raises(RuntimeError):
             op(*args)
-    layer_norm_p(x.detach().as_subclass(Watching), None, None, 1, 0, 1.0, True, False, False)
+    layer_norm_p(x.detach().as_subclass(Watching), None, None, *NormOptions(1, 1.0))
     assert layer_norm_p.overload in Watching.seen
     with torch._C._AutoDispatchBelowAutograd():
-        assert not layer_norm_p(x, None, None, 1, 0, 1.0, True, False, False)[0].requires_grad
+        assert not layer_norm_p(x, None, None, *NormOptions(1, 1.0))[0].requires_grad
 
 
 def test_write_back_writes_in_place_and_counts_a_version():

@@ -36,6 +36,7 @@ from perf.workloads import launch_mode
 from primitives._core import inductor, registered_primitives
 from primitives.kernels.runtime.chips import CHIPS, use_chip
 from primitives.kernels.runtime.kernel import INTERPRETED, Kernel, intercept
+from primitives.ops.norms.layer_norm import NormOptions
 from primitives.testing._ptx.launching import StandInDriver
 
 pytestmark = [
@@ -171,7 +172,7 @@ def log_softmax(x):
 
 
 def add_layer_norm(x, weight, bias):
-    seed, options = torch.zeros((), dtype=torch.int64, device=x.device), (0.25, x.dtype, 1, 0, 1e-5, True, False)
+    seed, options = torch.zeros((), dtype=torch.int64, device=x.device), (0.25, x.dtype, *NormOptions(1, 1e-5))
     y, s, *_ = torch.ops.primitives.add_layer_norm(x.sin(), x, weight, bias, seed, *options)
     return y.cos() + s
 

@@ -18,6 +18,7 @@ from perf.ops.record import Op
 from perf.ops.samples import Sample, make_options, make_samples, true_norm
 from perf.ops.workload import DROPOUT_P, FIRST_ORDER, Workload
 from primitives.ops.norms.add_layer_norm import add_layer_norm_p
+from primitives.ops.norms.layer_norm import NormOptions
 
 
 def _call(
@@ -51,7 +52,8 @@ def _function(
     if not p:
         return _both(*_call(pr.functional, x, residual, weight, bias, norm_ndim, centered=centered), x)
     seed = torch.tensor(SEED, device=x.device)
-    y, s, *_ = add_layer_norm_p(x, residual, weight, bias, seed, p, x.dtype, norm_ndim, 0, EPS, centered, False)
+    options = NormOptions(norm_ndim, EPS, centered=centered)
+    y, s, *_ = add_layer_norm_p(x, residual, weight, bias, seed, p, x.dtype, *options)
     return _both(y, s, x)
 
 
@@ -78,7 +80,7 @@ class AddLayerNorm(Operands):
 
     MODULES: ClassVar = ("norms.add_layer_norm",)
     RESULTS: ClassVar = {"bwd": 4}
-    DEFAULTS: ClassVar = {"p": DROPOUT_P, "norm_ndim": 1, "batch_ndim": 0, "centered": True, "rounded": False}
+    DEFAULTS: ClassVar = {**NormOptions(1, EPS)._asdict(), "p": DROPOUT_P}
 
     @classmethod
     def draw(cls, shape: Sequence[int], dtype: torch.dtype = torch.float32, **dims: Any) -> Any:
@@ -92,7 +94,7 @@ class AddLayerNorm(Operands):
     def derived(self) -> dict[str, Any]:
         """A sum, and its statistics."""
         s = (self.residual + self.x).contiguous()
-        return {**self.value("layer_norm", **{**vars(self), "x": s, "grouped": 0}), "s": s, "y_dtype": self.x.dtype}
+        return {**self.value("layer_norm", **{**vars(self), "x": s}), "s": s, "y_dtype": self.x.dtype}
 
 
 def _calls(workload: Workload, mode: str, *, centered: bool) -> list[Call]:

@@ -13,6 +13,7 @@ from perf.ops._norm_steps import NORM_MODES, norm_calls
 from perf.ops.record import Op
 from perf.ops.samples import ABSENT_PARAMS, Sample, make_options, make_samples, true_norm
 from perf.ops.workload import Workload
+from primitives.ops.norms.layer_norm import NormOptions
 from primitives.ops.rules import CHANNELS_LAST, with_layout
 
 
@@ -30,10 +31,7 @@ class LayerNorm(Operands):
 
     MODULES: ClassVar = ("norms.layer_norm", "norms.layer_norm_second_order")
     RESULTS: ClassVar = {"double_backward": 6}
-    DEFAULTS: ClassVar = {
-        **{"norm_ndim": 1, "batch_ndim": 0, "centered": True},
-        **{"rounded": False, "grouped": 0, "silu": False},
-    }
+    DEFAULTS: ClassVar = {**NormOptions(1, EPS)._asdict(), "silu": False}
 
     @classmethod
     def draw(cls, shape: Sequence[int], dtype: torch.dtype = torch.float32, **dims: Any) -> Any:

@@ -114,7 +114,7 @@ def _sync_batch_norm_reference(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     wide = contiguous_like(x, x, batch_ndim).to(accumulation_dtype(x.dtype))
     mean, var, count = _merged(wide, batch_ndim, group, world)
-    return batch_norm_eval_p(x, weight, bias, mean, var, batch_ndim, eps), mean, var, count
+    return batch_norm_eval_p(x, weight, bias, mean, var, eps, batch_ndim), mean, var, count
 
 
 sync_batch_norm_p.rules.define("composition", _sync_batch_norm_reference)
@@ -123,7 +123,7 @@ sync_batch_norm_p.rules.define("composition", _sync_batch_norm_reference)
 def _sums(v: Tensor, r: Any) -> tuple[Tensor, Tensor]:
     """`s(v)` and `t(v)`, in the dtype of sums."""
     output_mask = (False, True, True, False, False)
-    _, t, s, _, _ = batch_norm_eval_bwd_p(v, r.x, None, r.mean, r.var, r.batch_ndim, r.eps, output_mask)
+    _, t, s, _, _ = batch_norm_eval_bwd_p(v, r.x, None, r.mean, r.var, r.eps, r.batch_ndim, output_mask)
     return s, t
 
 
@@ -150,7 +150,7 @@ def _sync_batch_norm_vjp(residuals: Any, cotangents: Any, output_mask: Any) -> d
         if bars:
             # 2 * (x - mean) = 2 / rstd * x_hat
             dots[0], dots[1] = twice_std * totals[-1], totals[-2]
-        out["x"] = batch_norm_eval_jvp_p(r.x, r.weight, r.mean, r.var, c.y, *dots, r.batch_ndim, r.eps)
+        out["x"] = batch_norm_eval_jvp_p(r.x, r.weight, r.mean, r.var, c.y, *dots, r.eps, r.batch_ndim)
     return {name: bar for name, bar in out.items() if getattr(output_mask, name)}
 
 
@@ -162,7 +162,7 @@ def _sync_batch_norm_jvp(residuals: Any, tangents: Any) -> tuple[Tensor, Tensor 
         mean_dot, paired = _over_processes([*_sums(t.x, r)], r)
         var_dot = 2 * (r.var + r.eps).sqrt() * paired
     dots = (t.x, t.weight, t.bias, mean_dot, var_dot)
-    y_dot = batch_norm_eval_jvp_p(r.x, r.weight, r.mean, r.var, *dots, r.batch_ndim, r.eps)
+    y_dot = batch_norm_eval_jvp_p(r.x, r.weight, r.mean, r.var, *dots, r.eps, r.batch_ndim)
     return y_dot, mean_dot, var_dot
 
 

@@ -21,8 +21,9 @@ from primitives.ops import arguments
 from primitives.ops.attention.functions import attention_of_tensors
 from primitives.ops.norms.batch_norm import batch_norm_p
 from primitives.ops.norms.batch_norm_eval import batch_norm_eval_p
+from primitives.ops.norms.channels import ChannelOptions
 from primitives.ops.norms.group_norm import group_norm_of_tensors
-from primitives.ops.norms.layer_norm import layer_norm_p
+from primitives.ops.norms.layer_norm import NormOptions, layer_norm_p
 from primitives.ops.rules import accumulation_dtype, weight_beside
 
 __all__ = ["FUSED", "ON_CUDA_ALONE"]
@@ -57,7 +58,7 @@ def _rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None, eps: float
 def _norm_of_rows(name: str, x: Tensor, shape: Any, weight: Any, bias: Any, eps: float) -> tuple[Tensor, ...]:
     shape = arguments.normalized_shape(name, shape)
     arguments.layer_norm(name, "input", x, shape, weight=weight, bias=bias)
-    y, mean, rstd = layer_norm_p(x, weight, bias, len(shape), 0, eps, name == "layer_norm", False, 0)
+    y, mean, rstd = layer_norm_p(x, weight, bias, *NormOptions(len(shape), eps, centered=name == "layer_norm"))
     return y, mean, rstd.reshape([*x.shape[: x.dim() - len(shape)], *[1] * len(shape)])
 
 
@@ -84,8 +85,8 @@ def _batch_norm(
     weight = weight_beside(bias, weight, x)
     if not training:
         nothing = x.new_zeros(0)
-        return batch_norm_eval_p(x, weight, bias, mean, var, 0, eps), nothing, nothing
-    y, *statistics, new_mean, new_var = batch_norm_p(x, weight, bias, mean, var, 0, momentum, eps)
+        return batch_norm_eval_p(x, weight, bias, mean, var, *ChannelOptions(eps)), nothing, nothing
+    y, *statistics, new_mean, new_var = batch_norm_p(x, weight, bias, mean, var, momentum, *ChannelOptions(eps))
     if mean is not None and var is not None:
         write_back([mean, var], [new_mean, new_var])
     return y, *statistics

@@ -21,7 +21,6 @@ from torch._ops import OpOverload
 from torch.autograd import forward_ad
 
 from primitives._audit.table import verdicts_of
-from primitives._core import registered_primitives
 from primitives._core.decomposition import decomposition_table
 from primitives._core.fast_path import are_unwatched
 from primitives._repair.dispatcher import DEVICES, Registrations, has_kernel
@@ -64,9 +63,9 @@ def recorded(y: Tensor) -> Tensor:
 
 
 @functools.cache
-def _backward_of(name: str) -> Callable[..., Any]:
+def _module(name: str) -> Any:
     """Looked up at its first call, since the functions that mark their nodes lie beside these primitives."""
-    return registered_primitives()[f"primitives::{name}_bwd"]
+    return importlib.import_module(f"primitives.ops.{name}")
 
 
 def _unmasked(bars: Sequence[Any], mask: Sequence[bool]) -> tuple[Any, ...]:
@@ -85,8 +84,8 @@ def _layer_norm(*args: Any) -> Any:
     rows = x.shape[: x.dim() - len(shape)]
     mask = (mask[0], mask[1] and weight is not None, mask[2] and bias is not None)
     statistics = mean.reshape(rows), rstd.reshape(rows)
-    eps = _eps(x, rstd)
-    bars = _backward_of("layer_norm")(y_bar.contiguous(), x, weight, *statistics, len(shape), 0, eps, True, 0, mask)
+    norm, given = _module("norms.layer_norm"), (y_bar.contiguous(), x, weight, *statistics)
+    bars = norm.layer_norm_bwd_p(*given, *norm.NormOptions(len(shape), _eps(x, rstd)), mask)
     return _unmasked(bars, mask)
 
 
@@ -102,7 +101,8 @@ def _batch_norm(*args: Any) -> Any:
     y_bar, x, weight, _running_mean, _running_var, mean, rstd, training, eps, mask = args
     if not training or x.numel() == 0 or not _are_of_one_dtype(x, y_bar, mean, weight):
         return decomposition_table[aten.native_batch_norm_backward.default](*args)
-    bars = _backward_of("batch_norm")(y_bar.contiguous(), x, weight, mean, rstd, 0, eps, tuple(mask))
+    norm, given = _module("norms.batch_norm"), (y_bar.contiguous(), x, weight, mean, rstd)
+    bars = norm.batch_norm_bwd_p(*given, *norm.ChannelOptions(eps), tuple(mask))
     return _unmasked(bars, mask)
 
 
@@ -126,20 +126,18 @@ def _attention(
     bias, mask = (None, attn_mask) if is_mask else (attn_mask, None)
     if attn_mask is not None:
         # Torch says 0.
-        lse = lse.masked_fill(_rows_of_attention().sees_no_key(attn_mask, lse), -math.inf)
+        lse = lse.masked_fill(_module("attention.cpu_attention").sees_no_key(attn_mask, lse), -math.inf)
     options = mask, None, None, scale, is_causal, 0.0, (True, True, True, False)
-    return _backward_of("attention")(o_bar, None, q, k, v, bias, o, lse, *options)[:3]
-
-
-@functools.cache
-def _rows_of_attention() -> Any:
-    """The module, which imports this one."""
-    return importlib.import_module("primitives.ops.attention.cpu_attention")
+    return _module("attention.attention").attention_bwd_p(o_bar, None, q, k, v, bias, o, lse, *options)[:3]
 
 
 def _has_lost_sums(*args: Any, attn_mask: Tensor | None = None, **_: Any) -> bool:
     """Whether torch's backward of attention takes 1 for each probability of some row."""
-    return attn_mask is not None and attn_mask.dtype != torch.bool and _rows_of_attention().has_lost_sums(args[5])
+    return (
+        attn_mask is not None
+        and attn_mask.dtype != torch.bool
+        and _module("attention.cpu_attention").has_lost_sums(args[5])
+    )
 
 
 _FORMULAS: dict[OpOverload, Callable[..., Any]] = {

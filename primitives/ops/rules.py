@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from itertools import compress
 from operator import attrgetter
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 from torch import Tensor
@@ -129,6 +129,11 @@ def output_in_float32(primals: Any) -> Any:
     if primals.output_dtype is None and primals.x.dtype in LOW_PRECISION:
         return primals._replace(output_dtype=torch.float32)
     return primals
+
+
+def schema_of(options: type) -> str:
+    """The fields of a named tuple as arguments of a schema."""
+    return ", ".join(f"{kind.__name__} {name}" for name, kind in get_type_hints(options).items())
 
 
 def derivatives(

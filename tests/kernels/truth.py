@@ -11,6 +11,7 @@ from perf.calls import EPS, MOMENTUM, Call
 from primitives import use_backend
 from primitives._core import registered_primitives
 from primitives.kernels.runtime.numbers import accumulation_dtype
+from primitives.ops.norms.layer_norm import NormOptions
 from tests.call_properties import Call as OperatorCall
 from tests.call_properties import in_float64
 
@@ -29,7 +30,8 @@ class Exact(NamedTuple):
 def expected(call: Call, s: Tensor | None = None) -> list[Exact]:
     """True results of a call, of shape (0,) where not wanted. With `s`, that is the sum of x and residual."""
     name = call.launcher.__name__.replace("_train", "").removesuffix("_fwd").removesuffix("_words")
-    given = {"eps": EPS, "momentum": MOMENTUM, **inspect.signature(call.launcher).bind(*call.args).arguments}
+    bound = inspect.signature(call.launcher).bind(*call.args).arguments
+    given = {**NormOptions(1, EPS)._asdict(), "momentum": MOMENTUM, **bound}
     if given.get("offset", 0) is None and given["seed"] is not None:
         given["offset"] = torch.zeros_like(given["seed"])
     if given.get("silu"):

@@ -20,6 +20,8 @@ from perf.ops.log_softmax import LOG_SOFTMAX
 from perf.ops.samples import LAYOUTS, Sample, arranged, normal
 from perf.ops.softmax import SOFTMAX
 from primitives._core import registered_primitives
+from primitives.ops.norms.channels import ChannelOptions
+from primitives.ops.norms.layer_norm import NormOptions
 from tests.call_properties import check_call
 from tests.properties import recorded_calls, second_order
 from tests.support import assert_close
@@ -91,7 +93,7 @@ def test_a_single_value_per_channel_and_one_running_statistic():
     """torch refuses one value in training; the primitive does not, and leaves the running variance finite."""
     x, running = torch.zeros(1, 3), torch.full((3,), 2.0)
     for statistics in ((running, running), (None, running)):
-        out = BATCH_NORM.forward(x, None, None, *statistics, 0, 0.5, EPS)
+        out = BATCH_NORM.forward(x, None, None, *statistics, 0.5, *ChannelOptions(EPS))
         assert out[4].tolist() == [1.0] * 3
         assert running.tolist() == [2.0] * 3
 
@@ -174,10 +176,10 @@ every_limit = pytest.mark.parametrize(
 def test_backwards_of_batch_norm(shape, layout, kind, bound):
     x, v, mean, rstd, value, total = channelwise(shape, layout, kind)
     of_x = (v, x, torch.ones(CHANNELS), mean)
-    check_lost(BATCH_NORM.bwd, (*of_x, rstd, 0, EPS, (True,) * 3), (value, total, total), bound)
+    check_lost(BATCH_NORM.bwd, (*of_x, rstd, *ChannelOptions(EPS), (True,) * 3), (value, total, total), bound)
     variance, x_hat = rstd.double().pow(-2).sub(EPS).float(), ((x.abs().max() + mean.abs().max()) * rstd.max()).item()
     sizes = value / 2, total * x_hat, total, total * rstd.max(), 0.5 * total * x_hat * rstd.max() ** 2
-    check_lost(BATCH_NORM_EVAL.bwd, (*of_x, variance, 0, EPS, (True,) * 5), sizes, bound)
+    check_lost(BATCH_NORM_EVAL.bwd, (*of_x, variance, *ChannelOptions(EPS), (True,) * 5), sizes, bound)
 
 
 @pytest.mark.parametrize("count, bound", [(2**15, 5e-4), (2**15 + 1, SHORT)])
@@ -186,7 +188,7 @@ def test_statistics_of_values_that_are_alike(layout, count, bound):
     """Means lose what sums of one sign do, and deviations as much of the mean."""
     shape = (count, CHANNELS) if layout == "contiguous" else (1, CHANNELS, 1, count)
     x = arranged((alternating(*shape) + 1) * CONSTANTS.view(1, -1, *[1] * (len(shape) - 2)), layout)
-    args = (x, None, None, None, None, 0, 0.1, EPS)
+    args = (x, None, None, None, None, 0.1, *ChannelOptions(EPS))
     out, true = BATCH_NORM.forward(*args), in_float64(BATCH_NORM.forward, *args)
     sizes = (true[1].max(), true[1].max() * true[2].max() ** 2)
     for got, want, size in zip(out[1:3], true[1:3], sizes, strict=True):
@@ -209,7 +211,7 @@ def test_statistics_of_batch_norm_far_from_zero(shape, layout, offset):
     """Whichever of ATen's sums the offset leaves accurate enough: outputs and running statistics, held to float64."""
     x = arranged(normal(shape, 0, offset).float(), layout)
     running = normal(shape[1:2], 1).float(), normal(shape[1:2], 2).float().square()
-    args = (x, None, None, *running, 0, 0.1, EPS)
+    args = (x, None, None, *running, 0.1, *ChannelOptions(EPS))
     for i, (got, want) in enumerate(zip(BATCH_NORM.forward(*args), in_float64(BATCH_NORM.forward, *args), strict=True)):
         assert_close(got, want, dtype=torch.float32, what=f"output {i}")
 
@@ -218,7 +220,7 @@ def test_statistics_of_batch_norm_far_from_zero(shape, layout, offset):
 @pytest.mark.parametrize("mean, std, eps", [(1.0, 1e-3, 0.1), (0.0, 0.0, 1e-5), (3.0, 0.0, 1e-5)])
 def test_running_variance_where_eps_is_larger(mean, std, eps, layout):
     x, zero = arranged((mean + std * normal((8, 4, 28, 28), 0)).float(), layout), torch.zeros(4)
-    new_mean, new_var = BATCH_NORM.forward(x, None, None, zero, zero, 0, 1.0, eps)[3:]
+    new_mean, new_var = BATCH_NORM.forward(x, None, None, zero, zero, 1.0, *ChannelOptions(eps))[3:]
     true = x.double().transpose(0, 1).reshape(4, -1)
     torch.testing.assert_close(new_mean.double(), true.mean(1), rtol=1e-5, atol=0.0)
     torch.testing.assert_close(new_var.double(), true.var(1), rtol=1e-4, atol=1e-12)
@@ -230,14 +232,14 @@ def test_parameter_cotangents_of_layer_norm(rows, bound, kind):
     x, v, mean, rstd, _, total = summed((rows, CHANNELS), kind, [1], 1)
     sums = (False, True, True)
     for weight in (torch.ones(CHANNELS), None):
-        check_lost(LAYER_NORM.bwd, (v, x, weight, mean, rstd, 1, 0, EPS, True, False, sums), (0, total, total), bound)
+        check_lost(LAYER_NORM.bwd, (v, x, weight, mean, rstd, *NormOptions(1, EPS), sums), (0, total, total), bound)
 
 
 @every_kind
 @pytest.mark.parametrize("cols, bound", [(2**14, 3.1e-5 * OF_LANES), (2**14 + 1, SHORT)])
 def test_rows_of_layer_norm(cols, bound, kind):
     x, v, mean, rstd, size, _ = summed((4, cols), kind, [1], 0)
-    args = (v.contiguous(), x, None, mean, rstd, 1, 0, EPS, True, False, (True, False, False))
+    args = (v.contiguous(), x, None, mean, rstd, *NormOptions(1, EPS), (True, False, False))
     check_lost(LAYER_NORM.bwd, args, (size / 2, 0, 0), bound)
 
 

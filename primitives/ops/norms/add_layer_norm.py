@@ -29,6 +29,7 @@ from primitives._core import Primitive, value_and_jvp
 from primitives.ops.axes import Axes, def_axes
 from primitives.ops.dropout.dropout import dropout_p
 from primitives.ops.norms.layer_norm import (
+    NormOptions,
     layer_norm_bwd_jvp_p,
     layer_norm_bwd_p,
     layer_norm_double_backward_p,
@@ -42,13 +43,14 @@ from primitives.ops.rules import (
     cast_to_float32,
     define,
     empty_output,
+    schema_of,
     second_order,
 )
 
 add_layer_norm_p = Primitive(
     "add_layer_norm",
     "(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, Tensor? seed, float p, ScalarType y_dtype,"
-    " int norm_ndim, int batch_ndim, float eps, bool centered, bool rounded)"
+    f" {schema_of(NormOptions)})"
     " -> (Tensor y, Tensor s, Tensor mean, Tensor rstd)",
     residuals=("s", "weight", "mean", "rstd", "seed"),
     statistics=("mean", "rstd"),
@@ -57,7 +59,7 @@ add_layer_norm_p = Primitive(
 add_layer_norm_bwd_p = Primitive(
     "add_layer_norm_bwd",
     "(Tensor y_bar, Tensor? s_bar, Tensor s, Tensor? weight, Tensor mean, Tensor rstd, Tensor? seed, float p,"
-    " int norm_ndim, int batch_ndim, float eps, bool centered, bool[] output_mask)"
+    f" {schema_of(NormOptions)}, bool[] output_mask)"
     " -> (Tensor x_bar, Tensor residual_bar, Tensor weight_bar, Tensor bias_bar)",
     residuals=("y_bar", "s", "weight", "mean", "rstd", "seed"),
     cached=("mean", "rstd"),
@@ -66,15 +68,15 @@ add_layer_norm_bwd_p = Primitive(
 add_layer_norm_jvp_p = Primitive(
     "add_layer_norm_jvp",
     "(Tensor s, Tensor? weight, Tensor mean, Tensor rstd, Tensor? x_dot, Tensor? residual_dot, Tensor? weight_dot,"
-    " Tensor? bias_dot, Tensor? seed, float p, ScalarType y_dtype, int norm_ndim, int batch_ndim, float eps,"
-    " bool centered) -> (Tensor y_dot, Tensor s_dot)",
+    f" Tensor? bias_dot, Tensor? seed, float p, ScalarType y_dtype, {schema_of(NormOptions)})"
+    " -> (Tensor y_dot, Tensor s_dot)",
     residuals=("s", "weight", "mean", "rstd", "weight_dot", "bias_dot", "seed", "s_dot"),
     cached=("mean", "rstd"),
     decomposable=True,
 )
 add_layer_norm_fwd_jvp_p = value_and_jvp(add_layer_norm_p, add_layer_norm_jvp_p)
 
-_of_norm = attrgetter("norm_ndim", "batch_ndim", "eps", "centered")
+_of_norm = attrgetter(*NormOptions._fields)
 
 
 def _in(dtype: torch.dtype, t: Any) -> Any:
@@ -103,10 +105,10 @@ def _added(
 def _value(_: tuple, c: Any) -> tuple[Tensor, ...]:
     s, options = _added(c.residual, c.x, c.seed, c.p, c.batch_ndim, c.residual), _of_norm(c)
     if not c.rounded or s.dtype == c.y_dtype:
-        y, mean, rstd = layer_norm_p(s, c.weight, c.bias, *options, c.rounded, 0)
+        y, mean, rstd = layer_norm_p(s, c.weight, c.bias, *options)
         return y.to(c.y_dtype), s, mean, rstd
     # Layer norm rounds x_hat to the dtype of s.
-    norm = rows(s, *options, 0)
+    norm = rows(s, NormOptions(*options))
     y = norm.scaled(norm.x_hat.to(c.y_dtype).to(norm.dtype), c.weight)
     y = y if c.bias is None else y + norm.param(c.bias)
     return y.to(c.y_dtype), s, norm.statistic(norm.mean), norm.statistic(norm.rstd)
@@ -117,7 +119,7 @@ def _cotangents(_: tuple, c: Any) -> tuple[Tensor, ...]:
     # In the dtype of sums, since what layer norm gives is added to before it is rounded.
     acc = accumulation_dtype(c.s.dtype)
     given = (c.y_bar.to(acc), c.s.to(acc), _in(acc, c.weight), c.mean, c.rstd)
-    bar, *param_bars = layer_norm_bwd_p(*given, *_of_norm(c), 0, (want_x or want_residual, *want_params))
+    bar, *param_bars = layer_norm_bwd_p(*given, *_of_norm(c), (want_x or want_residual, *want_params))
     x_bar = residual_bar = empty_output(c.s)
     if want_residual:
         residual_bar = _added(c.s_bar, bar, None, c.p, c.batch_ndim, c.s)
@@ -138,7 +140,7 @@ def _tangents(_: tuple, c: Any) -> tuple[Tensor, Tensor]:
     s_dot = c.s.new_zeros(c.s.shape) if dot is None else dot.to(c.s.dtype, copy=True)
     if not (moves or params[1:] != [None, None]):
         return c.s.new_zeros(c.s.shape, dtype=c.y_dtype), s_dot
-    y_dot = layer_norm_jvp_p(wide, params[0], c.mean, c.rstd, dot, *params[1:], *_of_norm(c), 0)
+    y_dot = layer_norm_jvp_p(wide, params[0], c.mean, c.rstd, dot, *params[1:], *_of_norm(c))
     return y_dot.to(c.y_dtype), s_dot
 
 
@@ -176,8 +178,6 @@ def _add_layer_norm_jvp(residuals: Any, tangents: Any) -> tuple[Tensor, Tensor]:
 
 # Second order. A tangent of s is what layer norm's rules take for one of x, and y_bar has the dtype of s there.
 
-_OPTIONS = ("norm_ndim", "batch_ndim", "eps", "centered")
-
 
 def _gradient(output_mask: Sequence[bool], value: Callable[[str], Any]) -> tuple[Tensor | None, ...]:
     """Of the pairing <y_bar, y_dot> + <s_bar, s_dot>, in what is named below."""
@@ -191,7 +191,7 @@ def _gradient(output_mask: Sequence[bool], value: Callable[[str], Any]) -> tuple
     out: list[Any] = [None] * len(mask)
     if y_bar is not None and any(mask):
         given = (*map(value, ("weight", "mean", "rstd")), s_dot, value("weight_dot"), value("bias_dot"))
-        options = (*map(value, _OPTIONS), 0, mask)
+        options = (*map(value, NormOptions._fields), mask)
         out = list(layer_norm_double_backward_p(_in(s.dtype, y_bar), s, *given, *options))
         s_dot_bar = out[3] if s_dot_bar is None or not moves else s_dot_bar + out[3]
     x_dot_bar = None
@@ -211,7 +211,7 @@ def _bwd_jvp(output_mask: Sequence[bool], value: Callable[[str], Any]) -> tuple[
     moves = s_bar_dot is None or any(dot is not None for dot in dots)
     mask = ((want_x or want_residual) and moves, *want_params)
     given = (*map(value, ("weight", "mean", "rstd")), _in(s.dtype, dots[0]), *dots[1:])
-    bar_dot, *param_dots = layer_norm_bwd_jvp_p(_in(s.dtype, y_bar), s, *given, *map(value, _OPTIONS), 0, mask)
+    bar_dot, *param_dots = layer_norm_bwd_jvp_p(_in(s.dtype, y_bar), s, *given, *map(value, NormOptions._fields), mask)
     if s_bar_dot is not None:
         bar_dot = bar_dot + s_bar_dot if mask[0] else s_bar_dot
     x_bar_dot = residual_bar_dot = empty_output(s)

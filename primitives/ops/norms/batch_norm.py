@@ -29,14 +29,14 @@ from primitives.ops.norms.aten import (
     in_dtype_of_sums,
     is_well_conditioned,
 )
-from primitives.ops.norms.channels import AXES, channels, contiguous_like, update_running
+from primitives.ops.norms.channels import AXES, ChannelOptions, channels, contiguous_like, update_running
 from primitives.ops.norms.norm_map import norm_map
-from primitives.ops.rules import accumulation_dtype, bind_family, bind_kernels, empty_output
+from primitives.ops.rules import accumulation_dtype, bind_family, bind_kernels, empty_output, schema_of
 
 batch_norm_p = Primitive(
     "batch_norm",
-    "(Tensor x, Tensor? weight, Tensor? bias, Tensor? running_mean, Tensor? running_var, int batch_ndim,"
-    " float momentum, float eps) -> (Tensor y, Tensor mean, Tensor rstd, Tensor new_running_mean,"
+    "(Tensor x, Tensor? weight, Tensor? bias, Tensor? running_mean, Tensor? running_var, float momentum,"
+    f" {schema_of(ChannelOptions)}) -> (Tensor y, Tensor mean, Tensor rstd, Tensor new_running_mean,"
     " Tensor new_running_var)",
     residuals=("x", "weight", "mean", "rstd"),
     statistics=("mean", "rstd"),
@@ -50,8 +50,8 @@ def _batch_norm_reference(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor | None, running_var: Tensor | None,
     *args: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    batch_ndim, momentum, eps = args
-    norm = channels(x, batch_ndim, eps)
+    momentum, options = args[0], ChannelOptions(*args[1:])
+    norm, batch_ndim = channels(x, options), options.batch_ndim
     mean, variance, rstd = (norm.statistic(v) for v in (norm.mean, norm.variance, norm.rstd))
     count = x.shape[batch_ndim] * x.shape[batch_ndim + 2 :].numel()
     new_mean = update_running(running_mean, mean, momentum, x)
@@ -67,10 +67,10 @@ LARGEST_OFFSET_OF_SUM, LENGTH_OF_LARGEST_OFFSET = 16.0, 2**12
 
 @batch_norm_p.def_kernel("cpu")
 def _batch_norm_by_aten(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, var: Tensor | None, *options: Any
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, var: Tensor | None, *args: Any
 ) -> Any:
     """y, mean, rstd and the new running statistics."""
-    batch_ndim, momentum, eps = options
+    momentum, (eps, batch_ndim) = args[0], ChannelOptions(*args[1:])
     count = 0 if batch_ndim else x.numel() // max(x.shape[1], 1)
     if count < 2 or (mean is None) != (var is None):
         return None
@@ -95,7 +95,7 @@ def _batch_norm_by_aten(
     return y, batch_mean, rstd, *running
 
 
-operators = norm_map(batch_norm_p, "int batch_ndim, float eps", functools.partial(channels, of=ChannelsByAten))
+operators = norm_map(batch_norm_p, ChannelOptions, functools.partial(channels, of=ChannelsByAten))
 batch_norm_bwd_p, batch_norm_jvp_p, batch_norm_fwd_jvp_p, batch_norm_double_backward_p, batch_norm_bwd_jvp_p = operators
 
 bind_family("batch_norm.batch_norm", "batch_norm_train", batch_norm_p, *operators[:3])

@@ -25,13 +25,14 @@ from torch import Tensor
 from primitives._core import Primitive
 from primitives.ops.axes import Axes, def_axes
 from primitives.ops.norms.aten import RunningByAten, in_dtype_of_sums, is_well_conditioned
-from primitives.ops.norms.channels import AXES, channels, contiguous_like
+from primitives.ops.norms.channels import AXES, ChannelOptions, channels, contiguous_like
 from primitives.ops.norms.formulas import Norm, Running
-from primitives.ops.rules import accumulation_dtype, bind_family, define, derivatives, empty_output
+from primitives.ops.rules import accumulation_dtype, bind_family, define, derivatives, empty_output, schema_of
 
 batch_norm_eval_p = Primitive(
     "batch_norm_eval",
-    "(Tensor x, Tensor? weight, Tensor? bias, Tensor running_mean, Tensor running_var, int batch_ndim, float eps)"
+    "(Tensor x, Tensor? weight, Tensor? bias, Tensor running_mean, Tensor running_var,"
+    f" {schema_of(ChannelOptions)})"
     " -> Tensor y",
     residuals=("x", "weight", "running_mean", "running_var"),
     recomputable=True,
@@ -40,7 +41,7 @@ batch_norm_eval_bwd_p, batch_norm_eval_jvp_p = derivatives(
     batch_norm_eval_p,
     "x weight running_mean running_var",
     "x weight bias running_mean running_var",
-    "int batch_ndim, float eps",
+    schema_of(ChannelOptions),
 )
 
 
@@ -48,7 +49,7 @@ def _running(call: Any, of: type[Norm] = Running) -> Norm:
     """The norm by the running statistics."""
     acc = accumulation_dtype(call.x.dtype)
     statistics = call.running_mean.to(acc), (call.running_var.to(acc) + call.eps).rsqrt()
-    return channels(call.x, call.batch_ndim, statistics=statistics, of=of)
+    return channels(call.x, ChannelOptions(call.eps, call.batch_ndim), statistics=statistics, of=of)
 
 
 def _slopes(norm: Norm, weight: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -88,7 +89,7 @@ define(batch_norm_eval_jvp_p, _tangent, _running)
 
 @batch_norm_eval_p.def_kernel("cpu")
 def _batch_norm_eval_by_aten(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, var: Tensor, batch_ndim: int, eps: float
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, var: Tensor, eps: float, batch_ndim: int
 ) -> Tensor | None:
     if batch_ndim or x.numel() == 0:
         return None

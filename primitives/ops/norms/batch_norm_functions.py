@@ -18,6 +18,7 @@ from primitives.ops import arguments
 from primitives.ops.norms.batch_norm import batch_norm_p
 from primitives.ops.norms.batch_norm_eval import batch_norm_eval_p
 from primitives.ops.norms.batch_norm_relu import batch_norm_relu_eval_p, batch_norm_relu_p
+from primitives.ops.norms.channels import ChannelOptions
 from primitives.ops.rules import weight_beside
 
 
@@ -33,14 +34,14 @@ def batch_norm_of_tensors(
     train, evaluate = (batch_norm_relu_p, batch_norm_relu_eval_p) if relu else (batch_norm_p, batch_norm_eval_p)
     given = (x, residual, weight, bias) if relu else (x, weight, bias)
     if not training and running_mean is not None:
-        return evaluate(*given, running_mean, running_var, 0, eps), running_mean, running_var
+        return evaluate(*given, running_mean, running_var, *ChannelOptions(eps)), running_mean, running_var
     # In evaluation, only what has no elements has no statistics.
     if running_mean is None or running_var is None:
-        return train(*given, None, None, 0, 0.0, eps)[0], None, None
+        return train(*given, None, None, 0.0, *ChannelOptions(eps))[0], None, None
     if isinstance(momentum, torch.Tensor):
         y, new_mean, new_var = _blended(train, given, running_mean, running_var, momentum, eps)
     else:
-        y, _, _, new_mean, new_var = train(*given, running_mean, running_var, 0, momentum, eps)
+        y, _, _, new_mean, new_var = train(*given, running_mean, running_var, momentum, *ChannelOptions(eps))
     if in_place:
         write_back([running_mean, running_var], [new_mean, new_var])
     return y, new_mean, new_var
@@ -65,7 +66,7 @@ def _blended(
     # The operator takes a Python number. Moved all the way from zero, a running statistic is that of the batch.
     dtype = torch.float32 if x.dtype in arguments.LOW_PRECISION else x.dtype
     zeros = [torch.zeros_like(running, dtype=dtype) for running in (running_mean, running_var)]
-    y, _, _, batch_mean, batch_var = train(*given, *zeros, 0, 1.0, eps)
+    y, _, _, batch_mean, batch_var = train(*given, *zeros, 1.0, *ChannelOptions(eps))
     if x.numel() == 0:
         return y, running_mean.clone(), running_var.clone()
     momentum = momentum.detach()

@@ -50,8 +50,7 @@ def through(y: Tensor, v: Tensor) -> Tensor:
     return torch.ops.aten.threshold_backward(v, y, 0)
 
 
-# References, made of the norm's, and kernels for the CPU, made of what the norm runs there. The arguments of training
-# and of evaluation stand in the same order up to `batch_ndim`.
+# References, made of the norm's, and kernels for the CPU, made of what the norm runs there.
 
 
 def _wide(values: Sequence[Tensor | None], added: Tensor | None) -> list[Any]:
@@ -66,7 +65,7 @@ def _forward_by(norm: Callable[..., Any], num_params: int) -> Callable[..., Any]
         out = norm(*_wide((x, *args[:num_params]), residual), *args[num_params:])
         y, *others = out if isinstance(out, tuple) else (out,)
         y = y if residual is None else y + residual
-        _, _, *running, batch_ndim = args[:5]
+        (_, _, *running), batch_ndim = args[:4], args[-1]
         y = contiguous_like(y.relu().to(x.dtype), x, batch_ndim)
         # Of running statistics that there are not, a stand-in has the dtype of x.
         others[2:] = [empty_output(x) if old is None else new for old, new in zip(running, others[2:], strict=False)]
@@ -80,7 +79,7 @@ def _bwd_by(norm: Callable[..., Any]) -> Callable[..., Any]:
 
     def bwd(y_bar: Tensor, y: Tensor, x: Tensor, *args: Any) -> Any:
         *given, (want_x, want_residual, *want_params) = args
-        passed, batch_ndim = through(y, y_bar), given[3]
+        passed, batch_ndim = through(y, y_bar), given[-1]
         out = norm(passed, x, *given, (want_x, *want_params))
         residual_bar = contiguous_like(passed.to(x.dtype), x, batch_ndim) if want_residual else empty_output(x)
         return (out[0], residual_bar, *out[1:])
@@ -92,10 +91,10 @@ def _jvp_by(norm: Callable[..., Any]) -> Callable[..., Any]:
     """The jvp on that of a norm."""
 
     def jvp(y: Tensor, x: Tensor, *args: Any) -> Any:
-        weight, mean, scale, x_dot, residual_dot, *param_dots, batch_ndim, eps = args
+        weight, mean, scale, x_dot, residual_dot, *param_dots, eps, batch_ndim = args
         y_dot = residual_dot
         if any(dot is not None for dot in (x_dot, *param_dots)):
-            y_dot = norm(*_wide((x, weight, mean, scale, x_dot, *param_dots), residual_dot), batch_ndim, eps)
+            y_dot = norm(*_wide((x, weight, mean, scale, x_dot, *param_dots), residual_dot), eps, batch_ndim)
             y_dot = y_dot if residual_dot is None else y_dot + residual_dot
         return contiguous_like(through(y, y_dot).to(x.dtype), x, batch_ndim)
 
@@ -180,7 +179,7 @@ def _gradient(output_mask: Sequence[bool], value: Callable[[str], Any]) -> tuple
     mask = (want_y_bar and moves, want_x and moves, want_weight and moves, *want_dots)
     found: list[Any] = [None] * len(mask)
     if any(mask):
-        given = (*map(value, ("x", "weight", "mean", "rstd")), *dots, value("batch_ndim"), value("eps"), mask)
+        given = (*map(value, ("x", "weight", "mean", "rstd")), *dots, value("eps"), value("batch_ndim"), mask)
         out = batch_norm_double_backward_p(passed, *given)
         found = [bar if want else None for bar, want in zip(out, mask, strict=True)]
     terms = [dot for dot in (found[0], value("residual_dot")) if dot is not None and want_y_bar]
@@ -193,7 +192,7 @@ def _bwd_jvp(output_mask: Sequence[bool], value: Callable[[str], Any]) -> tuple[
     want_x, want_residual, *want_params = output_mask
     passed, passed_dot = (None if v is None else through(value("y"), v) for v in map(value, ("y_bar", "y_bar_dot")))
     given = (*map(value, ("x", "weight", "mean", "rstd")), passed_dot, *map(value, ("x_dot", "weight_dot")))
-    options = value("batch_ndim"), value("eps"), (want_x, *want_params)
+    options = value("eps"), value("batch_ndim"), (want_x, *want_params)
     x_bar_dot, *param_dots = batch_norm_bwd_jvp_p(passed, *given, *options)
     residual_bar_dot = empty_output(value("x"))
     if want_residual:

@@ -6,6 +6,7 @@ x is [*batch, N, C, *spatial] with `batch_ndim` batch axes; everything per chann
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +14,14 @@ from torch._prims_common import suggest_memory_format
 
 from primitives.ops.norms.formulas import Norm
 from primitives.ops.rules import empty_output
+
+
+class ChannelOptions(NamedTuple):
+    """Options of batch norm and of its derivatives, in the order of the schemas; `batch_ndim` as above."""
+
+    eps: float
+    batch_ndim: int = 0
+
 
 # The axes of their tensors.
 AXES = "x y residual: *batch samples channels *spatial, weight bias mean rstd running_mean running_var: *batch channels"
@@ -43,9 +52,10 @@ def contiguous_like(x: Tensor, like: Tensor, batch_ndim: int) -> Tensor:
 
 
 def channels(
-    x: Tensor, batch_ndim: int, eps: float = 0.0, statistics: tuple[Tensor, Tensor] | None = None, of: type[Norm] = Norm
+    x: Tensor, options: ChannelOptions, statistics: tuple[Tensor, Tensor] | None = None, of: type[Norm] = Norm
 ) -> Norm:
     """The norm of each channel: by its own statistics, or `of` given ones, mean and rstd `[*batch, C]`."""
+    eps, batch_ndim = options
     norm_axes = [batch_ndim, *range(batch_ndim + 2, x.dim())]
     axes = norm_axes, [*range(batch_ndim), batch_ndim + 1]
     layout = functools.partial(contiguous_like, like=x, batch_ndim=batch_ndim)

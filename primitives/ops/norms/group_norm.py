@@ -17,8 +17,9 @@ from primitives._repair.plain import is_plain_on_cpu
 from primitives.ops import arguments
 from primitives.ops.norms.batch_norm_eval import batch_norm_eval_p
 from primitives.ops.norms.batch_norm_functions import batch_norm_of_tensors
+from primitives.ops.norms.channels import ChannelOptions
 from primitives.ops.norms.group_norm_silu import group_norm_silu_p
-from primitives.ops.norms.layer_norm import layer_norm_p
+from primitives.ops.norms.layer_norm import NormOptions, layer_norm_p
 from primitives.ops.rules import CHANNELS_LAST, weight_beside
 
 
@@ -112,10 +113,8 @@ def group_norm_of_tensors(
     weight, bias = (None if p is None else p.reshape(*sizes) for p in (weight, bias))
     # Not by a memory format, of which vmap has no notion.
     grouped = CHANNELS_LAST if x.dim() in (4, 5) and x.stride(1) == 1 and not x.is_contiguous() else 1
-    if activation is None:
-        out = layer_norm_p(groups, weight, bias, 2, 0, eps, True, False, grouped)
-    else:
-        out = group_norm_silu_p(groups, weight, bias, 0, eps, grouped)
+    op = layer_norm_p if activation is None else group_norm_silu_p
+    out = op(groups, weight, bias, *NormOptions(2, eps, grouped=grouped))
     return _in_shape(out[0], x), out[1], out[2]
 
 
@@ -207,7 +206,7 @@ def _instance_norm_tree(given: tuple, namespace: str, *, in_place: bool) -> tupl
     def compute(x: Tensor, mean: Any, var: Any, weight: Any, bias: Any) -> tuple[Tensor, Any, Any]:
         weight = weight_beside(bias, weight, x)
         if not use_input_stats:
-            return batch_norm_eval_p(x, weight, bias, mean, var, 0, eps), mean, var
+            return batch_norm_eval_p(x, weight, bias, mean, var, *ChannelOptions(eps)), mean, var
         y, *moved = _of_samples(x, mean, var, weight, bias, momentum, eps)
         if in_place and mean is not None:
             write_back([mean, var], moved)

@@ -31,6 +31,7 @@ from primitives._core import Primitive, value_and_jvp
 from primitives.ops.axes import def_axes
 from primitives.ops.norms.layer_norm import (
     GROUPS,
+    NormOptions,
     layer_norm_bwd_jvp_p,
     layer_norm_bwd_p,
     layer_norm_jvp_p,
@@ -42,23 +43,21 @@ from primitives.ops.rules import (
     cast_to_float32,
     derivatives,
     empty_output,
+    schema_of,
     second_order,
 )
 
 group_norm_silu_p = Primitive(
     "group_norm_silu",
-    "(Tensor x, Tensor? weight, Tensor? bias, int batch_ndim, float eps, int grouped)"
-    " -> (Tensor y, Tensor mean, Tensor rstd)",
+    layer_norm_p.spec.schema,
     residuals=("x", "weight", "bias", "mean", "rstd"),
     statistics=("mean", "rstd"),
     recomputable=True,
 )
 group_norm_silu_bwd_p, group_norm_silu_jvp_p = derivatives(
-    group_norm_silu_p, "x weight bias mean rstd", "x weight bias", "int batch_ndim, float eps, int grouped"
+    group_norm_silu_p, "x weight bias mean rstd", "x weight bias", schema_of(NormOptions)
 )
 group_norm_silu_fwd_jvp_p = value_and_jvp(group_norm_silu_p, group_norm_silu_jvp_p)
-
-_NORM_NDIM = 2
 
 
 def _slopes(z: Tensor) -> tuple[Tensor, Tensor]:
@@ -76,8 +75,8 @@ def _wide(x: Tensor, *params: Tensor | None) -> list[Any]:
     return [None if p is None else p.to(dtype) for p in (x, *params)]
 
 
-def _value(norm: Any, x: Tensor, weight: Any, bias: Any, batch_ndim: int, eps: float, grouped: int) -> Any:
-    z, mean, rstd = norm(*_wide(x, weight, bias), _NORM_NDIM, batch_ndim, eps, True, False, grouped)
+def _value(norm: Any, x: Tensor, weight: Any, bias: Any, *args: Any) -> Any:
+    z, mean, rstd = norm(*_wide(x, weight, bias), *args)
     return silu(z).to(x.dtype), mean, rstd
 
 
@@ -88,11 +87,11 @@ def _sloped(v: Tensor, z: Tensor) -> Tensor:
 def _cotangents(
     sloped: Any, norm: Any, norm_bwd: Any, y_bar: Tensor, x: Tensor, weight: Any, bias: Any, *args: Any
 ) -> Any:
-    mean, rstd, batch_ndim, eps, grouped, output_mask = args
+    mean, rstd, *options, output_mask = args
     wide, weight_wide, bias_wide = _wide(x, weight, bias)
-    z = norm(wide, weight_wide, bias_wide, _NORM_NDIM, batch_ndim, eps, True, False, grouped)[0]
+    z = norm(wide, weight_wide, bias_wide, *options)[0]
     z_bar = sloped(y_bar.to(wide.dtype), z)
-    bars = norm_bwd(z_bar, wide, weight_wide, mean, rstd, _NORM_NDIM, batch_ndim, eps, True, grouped, output_mask)
+    bars = norm_bwd(z_bar, wide, weight_wide, mean, rstd, *options, output_mask)
     dtypes = (x.dtype, *[wide.dtype if weight is None else weight.dtype] * 2)
     return tuple(
         bar.to(dtype) if want else empty_output(x) for bar, dtype, want in zip(bars, dtypes, output_mask, strict=True)
@@ -100,10 +99,10 @@ def _cotangents(
 
 
 def _tangent(sloped: Any, norm: Any, norm_jvp: Any, x: Tensor, weight: Any, bias: Any, *args: Any) -> Tensor:
-    mean, rstd, *dots, batch_ndim, eps, grouped = args
+    (mean, rstd, *dots), options = args[:5], args[5:]
     wide, weight, bias, *dots = _wide(x, weight, bias, *dots)
-    z = norm(wide, weight, bias, _NORM_NDIM, batch_ndim, eps, True, False, grouped)[0]
-    z_dot = norm_jvp(wide, weight, mean, rstd, *dots, _NORM_NDIM, batch_ndim, eps, True, grouped)
+    z = norm(wide, weight, bias, *options)[0]
+    z_dot = norm_jvp(wide, weight, mean, rstd, *dots, *options)
     return sloped(z_dot, z).to(x.dtype)
 
 
@@ -119,7 +118,7 @@ for op, formula, of_norm in (
     op.def_kernel("cpu")(functools.partial(formula, sloped, *[p.rules.cpu for p in (layer_norm_p, of_norm)]))
 
 _ops = (group_norm_silu_p, group_norm_silu_bwd_p, group_norm_silu_jvp_p, group_norm_silu_fwd_jvp_p)
-bind_family("norms.layer_norm", "layer_norm", *_ops, norm_ndim=_NORM_NDIM, silu=True)
+bind_family("norms.layer_norm", "layer_norm", *_ops, silu=True)
 def_axes(GROUPS, *_ops)
 group_norm_silu_p.def_autocast("cuda")(cast_to_float32)
 
@@ -132,15 +131,15 @@ def _bwd_jvp(output_mask: Sequence[bool], value: Callable[[str], Any]) -> tuple[
     given = [value(name) for name in ("x", "weight", "bias", "x_dot", "weight_dot", "bias_dot")]
     x, weight, bias, _, *param_dots = _wide(*given)
     y_bar, y_bar_dot, x_dot, mean, rstd = (value(name) for name in ("y_bar", "y_bar_dot", "x_dot", "mean", "rstd"))
-    options, grouped = (_NORM_NDIM, value("batch_ndim"), value("eps"), True), value("grouped")
-    a, b = _slopes(layer_norm_p(x, weight, bias, *options, False, grouped)[0])
+    options = [value(name) for name in NormOptions._fields]
+    a, b = _slopes(layer_norm_p(x, weight, bias, *options)[0])
     terms = [] if y_bar_dot is None else [a * y_bar_dot]
     if any(dot is not None for dot in (x_dot, *param_dots)):
-        z_dot = layer_norm_jvp_p(x, weight, mean, rstd, x_dot, *param_dots, *options, grouped)
+        z_dot = layer_norm_jvp_p(x, weight, mean, rstd, x_dot, *param_dots, *options)
         terms.append(b * y_bar * z_dot)
     z_bar_dot = sum(terms[1:], terms[0]) if terms else None
     of_norm = (a * y_bar, x, weight, mean, rstd, z_bar_dot, x_dot, param_dots[0])
-    x_bar_dot, *param_bars_dot = layer_norm_bwd_jvp_p(*of_norm, *options, grouped, output_mask)
+    x_bar_dot, *param_bars_dot = layer_norm_bwd_jvp_p(*of_norm, *options, output_mask)
     dtype = x.dtype if weight is None else given[1].dtype
     return x_bar_dot.to(given[0].dtype), *[bar.to(dtype) for bar in param_bars_dot]
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -31,45 +31,53 @@ from primitives.ops.axes import Axes, def_axes
 from primitives.ops.norms.aten import RowsByAten, in_dtype_of_sums, is_well_conditioned
 from primitives.ops.norms.formulas import Norm
 from primitives.ops.norms.norm_map import norm_map
-from primitives.ops.rules import bind_family, bind_kernels, cast_to_float32, weight_beside, with_layout
+from primitives.ops.rules import bind_family, bind_kernels, cast_to_float32, schema_of, weight_beside, with_layout
+
+
+class NormOptions(NamedTuple):
+    """Options of a norm of rows and of its derivatives, in the order of the schemas; see above."""
+
+    norm_ndim: int
+    eps: float
+    batch_ndim: int = 0
+    centered: bool = True
+    rounded: bool = False
+    grouped: int = 0
+
 
 layer_norm_p = Primitive(
     "layer_norm",
-    "(Tensor x, Tensor? weight, Tensor? bias, int norm_ndim, int batch_ndim, float eps, bool centered,"
-    " bool rounded, int grouped) -> (Tensor y, Tensor mean, Tensor rstd)",
+    f"(Tensor x, Tensor? weight, Tensor? bias, {schema_of(NormOptions)}) -> (Tensor y, Tensor mean, Tensor rstd)",
     residuals=("x", "weight", "mean", "rstd"),
     statistics=("mean", "rstd"),
     recomputable=True,
 )
 
 
-def rows(
-    x: Tensor, norm_ndim: int, batch_ndim: int, eps: float, centered: bool, grouped: int,
-    statistics: tuple[Tensor, Tensor] | None = None,
-) -> Norm:  # fmt: skip
+def rows(x: Tensor, options: NormOptions, statistics: tuple[Tensor, Tensor] | None = None) -> Norm:
     """The norm over the last axes; by given statistics, as values, for kernels."""
-    norm_axes = range(-norm_ndim, 0)
-    param_axes = [*range(batch_ndim), *(norm_axes if not grouped else (-3, -2))]
-    layout = functools.partial(with_layout, grouped=grouped)
+    norm_axes = range(-options.norm_ndim, 0)
+    param_axes = [*range(options.batch_ndim), *((-3, -2) if options.grouped else norm_axes)]
+    layout = functools.partial(with_layout, grouped=options.grouped)
     if statistics is None:
-        return Norm(x, norm_axes, param_axes, layout, eps, centered=centered)
-    mean, rstd = (v.view(*v.shape, *[1] * norm_ndim) for v in statistics)
-    return RowsByAten(x, norm_axes, param_axes, layout, centered=centered, statistics=(mean, rstd))
+        return Norm(x, norm_axes, param_axes, layout, options.eps, centered=options.centered)
+    mean, rstd = (v.view(*v.shape, *[1] * options.norm_ndim) for v in statistics)
+    return RowsByAten(x, norm_axes, param_axes, layout, centered=options.centered, statistics=(mean, rstd))
 
 
 @layer_norm_p.def_reference
 def _layer_norm_reference(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, *args: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    norm_ndim, batch_ndim, eps, centered, rounded, grouped = args
-    norm = rows(x, norm_ndim, batch_ndim, eps, centered, grouped)
-    return norm.value(weight, bias, rounded=rounded), norm.statistic(norm.mean), norm.statistic(norm.rstd)
+    options = NormOptions(*args)
+    norm = rows(x, options)
+    return norm.value(weight, bias, rounded=options.rounded), norm.statistic(norm.mean), norm.statistic(norm.rstd)
 
 
 @layer_norm_p.def_kernel("cpu")
-def _layer_norm_by_aten(x: Tensor, weight: Tensor | None, bias: Tensor | None, *options: Any) -> Any:
+def _layer_norm_by_aten(x: Tensor, weight: Tensor | None, bias: Tensor | None, *args: Any) -> Any:
     """y, mean and rstd of layer norm and group norm."""
-    norm_ndim, batch_ndim, eps, centered, rounded, grouped = options
+    norm_ndim, eps, batch_ndim, centered, rounded, grouped = NormOptions(*args)
     has_params = weight is not None or bias is not None
     if x.numel() == 0 or not centered or rounded or (batch_ndim and has_params):
         return None
@@ -92,7 +100,7 @@ def _layer_norm_by_aten(x: Tensor, weight: Tensor | None, bias: Tensor | None, *
     return (y, mean.view(rest), rstd.view(rest)) if is_well_conditioned(mean, rstd) else None
 
 
-operators = norm_map(layer_norm_p, "int norm_ndim, int batch_ndim, float eps, bool centered, int grouped", rows)
+operators = norm_map(layer_norm_p, NormOptions, rows)
 layer_norm_bwd_p, layer_norm_jvp_p, layer_norm_fwd_jvp_p, layer_norm_double_backward_p, layer_norm_bwd_jvp_p = operators
 
 bind_family("norms.layer_norm", "layer_norm", layer_norm_p, *operators[:3])
@@ -174,6 +182,6 @@ def layer_norm(
     check = functools.partial(arguments.layer_norm, "layer_norm", shape=shape)
 
     def compute(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        return layer_norm_p(x, weight_beside(bias, weight, x), bias, len(shape), 0, eps, True, False, 0)[0]
+        return layer_norm_p(x, weight_beside(bias, weight, x), bias, *NormOptions(len(shape), eps))[0]
 
     return map_tensors("layer_norm", check, compute, input, {"weight": weight, "bias": bias}, namespace=namespace)

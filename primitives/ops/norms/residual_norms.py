@@ -14,6 +14,7 @@ from primitives._core.typing import Prefix, PyTree
 from primitives.ops import arguments
 from primitives.ops.dropout.words import MAX_SEED
 from primitives.ops.norms.add_layer_norm import add_layer_norm_p
+from primitives.ops.norms.layer_norm import NormOptions
 from primitives.ops.norms.rms_norm import rms_options
 
 
@@ -87,8 +88,8 @@ def add_layer_norm(
 
     def compute(x: Tensor, residual: Tensor, weight: Any, bias: Any) -> tuple[Tensor, Tensor]:
         seed, p = _noise(x, dropout_p, training)
-        options = (seed, p, x.dtype, len(shape), 0, eps, True, False)
-        return add_layer_norm_p(x, residual, weight, bias, *options)[:2]
+        options = NormOptions(len(shape), eps)
+        return add_layer_norm_p(x, residual, weight, bias, seed, p, x.dtype, *options)[:2]
 
     prefixes = {"residual": residual, "weight": weight, "bias": bias}
     return map_tensors("add_layer_norm", check, compute, input, prefixes, namespace=namespace, num_results=2)
@@ -154,8 +155,8 @@ def add_rms_norm(
     def compute(x: Tensor, residual: Tensor, weight: Any) -> tuple[Tensor, Tensor]:
         seed, p = _noise(x, dropout_p, training)
         weight, number, rounded = rms_options(x, weight, eps, add_one, cast_first)
-        options = (seed, p, x.dtype, len(shape), 0, number, False, rounded)
-        return add_layer_norm_p(x, residual, weight, None, *options)[:2]
+        options = NormOptions(len(shape), number, centered=False, rounded=rounded)
+        return add_layer_norm_p(x, residual, weight, None, seed, p, x.dtype, *options)[:2]
 
     prefixes = {"residual": residual, "weight": weight}
     return map_tensors("add_rms_norm", check, compute, input, prefixes, namespace=namespace, num_results=2)

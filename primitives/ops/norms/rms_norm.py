@@ -13,7 +13,7 @@ from primitives._core.trees.leaves import map_tensors
 from primitives._core.typing import Prefix, PyTree
 from primitives._repair.plain import is_plain_on_cpu
 from primitives.ops import arguments
-from primitives.ops.norms.layer_norm import layer_norm_p
+from primitives.ops.norms.layer_norm import NormOptions, layer_norm_p
 from primitives.ops.rules import accumulation_dtype
 
 
@@ -85,7 +85,7 @@ def rms_norm(
 
     def compute(x: Tensor, weight: Tensor | None) -> Tensor:
         weight, number, rounded = rms_options(x, weight, eps, add_one, cast_first)
-        return layer_norm_p(x, weight, None, len(shape), 0, number, False, rounded, 0)[0]
+        return layer_norm_p(x, weight, None, *NormOptions(len(shape), number, centered=False, rounded=rounded))[0]
 
     return map_tensors("rms_norm", check, compute, input, {"weight": weight}, namespace=namespace)
 
@@ -164,7 +164,7 @@ def ada_layer_norm(
         lead = arguments.batch_axes(scale, norm_ndim)
         shape, dtype = (*lead, *x.shape[x.dim() - norm_ndim :]), accumulation_dtype(x.dtype)
         weight, bias = 1.0 + scale.to(dtype).reshape(shape), shift.to(dtype).reshape(shape)
-        return layer_norm_p(x, weight, bias, norm_ndim, len(lead), eps, True, False, 0)[0]
+        return layer_norm_p(x, weight, bias, *NormOptions(norm_ndim, eps, len(lead)))[0]
 
     prefixes = {"scale": scale, "shift": shift}
     return map_tensors("ada_layer_norm", check, compute, input, prefixes, namespace=namespace)

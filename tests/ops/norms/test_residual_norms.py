@@ -8,6 +8,7 @@ from torch.testing import assert_close
 
 import primitives as pr
 from primitives.ops.norms.add_layer_norm import add_layer_norm_p
+from primitives.ops.norms.layer_norm import NormOptions
 from tests.support import data
 
 HALF = (torch.float16, torch.bfloat16)
@@ -57,7 +58,7 @@ def test_trees_and_autocast():
     y, s = pr.functional.add_layer_norm({"a": x, "b": [x.float()]}, {"a": residual, "b": [residual.float()]}, (4,))
     assert_close((y["a"], s["a"]), pr.functional.add_layer_norm(x, residual, (4,)))
     assert [y["b"][0].dtype, s["b"][0].dtype] == [torch.float32] * 2
-    args = (x.half(), residual.half(), None, None, None, 0.0, torch.float16, 1, 0, 1e-5, True, False)
+    args = (x.half(), residual.half(), None, None, None, 0.0, torch.float16, *NormOptions(1, 1e-5))
     key = _C.DispatchKeySet(_C.DispatchKey.AutocastCUDA)
     assert {out.dtype for out in add_layer_norm_p.overload.redispatch(key, *args)} == {torch.float32}
 
