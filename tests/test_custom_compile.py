@@ -7,6 +7,7 @@ import pytest
 import torch
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from perf.ops.samples import normal
 from primitives.testing import check_rule
@@ -76,7 +77,7 @@ def test_namedtuples_and_none_in_containers_are_compiled():
 
 def test_dynamic_batch_sizes_share_a_graph():
     torch._dynamo.reset()
-    graphs = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    graphs = CompileCounterWithBackend("aot_eager")
     fast = torch.compile(lambda x: affine(Affine(W, B), x)[0], fullgraph=True, backend=graphs, dynamic=True)
     for size in (4, 5, 7):
         x = normal((size, 3), size)

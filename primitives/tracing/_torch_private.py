@@ -15,6 +15,7 @@ from unittest import mock
 import torch
 from torch import _C, Tensor, _decomp, _ops, fx, nn, overrides
 from torch._C import _functorch  # type: ignore[attr-defined] - no stub
+from torch._dispatch.python import enable_python_dispatcher
 from torch._functorch import config as functorch_config
 from torch._functorch import pyfunctorch
 from torch._subclasses import fake_tensor, functional_tensor
@@ -321,7 +322,9 @@ def trace(
     # As ahead-of-time autograd does: threads of the engine know nothing of modes.
     engine = torch.autograd.set_multithreading_enabled(False)
     # In that mode torch asks for the values of gradients.
-    with excluded, _without_code(), engine, torch.autograd.set_detect_anomaly(False), mode:
+    # Of some operators (`constant_pad_nd`) the rules in C++ ask for numbers, and those in Python keep symbols.
+    symbols = contextlib.nullcontext() if mode.shape_env is None else enable_python_dispatcher()
+    with excluded, _without_code(), engine, torch.autograd.set_detect_anomaly(False), mode, symbols:
         return make(*args)
 
 
