@@ -22,7 +22,14 @@ from torch._C import _functorch  # type: ignore[attr-defined] - no stub
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
-from primitives._compiled._simplified import DECOMPOSITIONS, of_any_strides, simplify, sums_apart, without_zeros
+from primitives._compiled._simplified import (
+    DECOMPOSITIONS,
+    FACTORED,
+    of_any_strides,
+    simplify,
+    sums_apart,
+    without_zeros,
+)
 from primitives._core.errors import LeafError
 from primitives._core.inductor import tracing_a_program
 from primitives._core.recomputation import Recomputable
@@ -177,11 +184,11 @@ def joint_graph(
                 f"compile: {label} must be a dense tensor of torch's own type, got {type(x).__name__} of {x.layout}. "
                 + advice
             )
-    table: dict[Any, Any] = {}
+    table: dict[Any, Any] = dict(FACTORED)
     if settings.backend == "inductor":
         from torch._inductor.decomposition import select_decomp_table
 
-        table = {**select_decomp_table(), **DECOMPOSITIONS}
+        table = {**select_decomp_table(), **DECOMPOSITIONS, **FACTORED}
         _asked_ahead()
     with _outside_everything(), torch.inference_mode(False), tracing_a_program(), subclasses_made():
         blanks = tuple(

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor, fx
 
 from primitives._core.inductor import ZERO
+from primitives.decompositions import decomposition_table
+from primitives.decompositions._linalg import det_of_factors
 from primitives.tracing._torch_private import GraphModule
 
-__all__ = ["DECOMPOSITIONS", "of_any_strides", "simplify", "sums_apart", "without_zeros"]
+__all__ = ["DECOMPOSITIONS", "FACTORED", "of_any_strides", "simplify", "sums_apart", "without_zeros"]
 
 _aten = torch.ops.aten
 # Zero where one of two arguments is.
@@ -123,6 +125,26 @@ def _diagonal_of_copy(x: Tensor, source: Tensor, offset: int = 0, dim1: int = 0,
     return x.contiguous().diagonal_scatter(source, offset, dim1, dim2) if 0 in x.stride() else NotImplemented
 
 
+def _factored(x: Tensor) -> Tensor:
+    """What ATen factors for a determinant: the transpose of a contiguous matrix.
+
+    Derivatives in the graph rely on what it was in the trace. In a run strides may be others: Inductor and batches
+    change them, and ATen's operator would factor the other matrix.
+    """
+    return x.mT if x.is_contiguous() and not x.is_complex() else x
+
+
+def _det(x: Tensor) -> tuple[Tensor, ...]:
+    factors, pivots, _ = torch.linalg.lu_factor_ex(_factored(x))
+    return det_of_factors(factors, pivots), factors, pivots
+
+
+def _slogdet(x: Tensor) -> tuple[Tensor, ...]:
+    return decomposition_table[_aten._linalg_slogdet.default](_factored(x))
+
+
+# For every backend, and for Inductor alone.
+FACTORED = {_aten._linalg_det.default: _det, _aten._linalg_slogdet.default: _slogdet}
 DECOMPOSITIONS = {_aten.addmm.default: _product_and_sum, _aten.diagonal_scatter.default: _diagonal_of_copy}
 
 

@@ -25,7 +25,8 @@ def _of_parity(product: Tensor, pivots: Tensor) -> Tensor:
     return torch.where(swapped.sum(-1) % 2 == 1, -product, product)
 
 
-def _det(factors: Tensor, pivots: Tensor) -> Tensor:
+def det_of_factors(factors: Tensor, pivots: Tensor) -> Tensor:
+    """Determinant of the matrix that `torch.linalg.lu_factor` has factored."""
     return _of_parity(factors.diagonal(dim1=-2, dim2=-1).prod(-1), pivots)
 
 
@@ -39,7 +40,7 @@ def linalg_det_factored(A: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # noqa: N8
     derivatives to order 4 are zero.
     """
     factors, pivots, _ = torch.linalg.lu_factor_ex(A)
-    value = _det(factors, pivots)
+    value = det_of_factors(factors, pivots)
     if A.shape[-1] == 0:
         return value, factors, pivots
     permutation, lower, upper = torch.lu_unpack(factors.detach(), pivots)
@@ -49,7 +50,7 @@ def linalg_det_factored(A: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # noqa: N8
     degree = min(A.shape[-1], _MOST_ORDERS)
     weights = [(-1) ** point * math.comb(degree + 1, point + 1) for point in range(degree + 1)]
     at_points = torch.stack([A + (point + 1) * shift for point in range(degree + 1)])
-    dets = _det(*torch.linalg.lu_factor_ex(at_points)[:2])
+    dets = det_of_factors(*torch.linalg.lu_factor_ex(at_points)[:2])
     smooth = sum(weight * det for weight, det in zip(weights, dets, strict=True))
     smooth = torch.where(is_zero.sum(-1) <= degree, smooth, 0)
     # The value of the first factors has no rounding of the points.

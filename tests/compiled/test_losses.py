@@ -146,6 +146,13 @@ def test_what_is_kept_has_the_strides_that_a_compiler_or_a_hook_gives_it(dynamic
             same(torch.autograd.grad(step(X), w), truth)
 
 
+@pytest.mark.parametrize("value", [lambda a: torch.linalg.det(a.sin()), lambda a: torch.linalg.slogdet(a.sin())[1]])
+def test_factors_of_determinants_are_those_of_the_trace_in_a_batch_of_other_strides(value):
+    a = data(3, 3, 5)
+    truth = torch.stack([torch.func.grad(value)(each) for each in a.movedim(2, 0).contiguous()])
+    same(torch.func.vmap(torch.func.grad(plainly(value)), 2)(a), truth)
+
+
 @pytest.mark.nightly
 def test_inductor_writes_a_diagonal_into_a_matrix_of_a_batch():
     @pr.compile
