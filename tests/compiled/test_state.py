@@ -378,3 +378,23 @@ def test_a_buffer_that_is_an_argument_too_is_written_once():
     for _ in range(2):
         same(*(f(norm, norm.running_mean, X) for f, norm in pairs))
         same(*(norm.buffers() for _, norm in pairs))
+
+
+def test_a_hook_that_the_first_call_registers_runs_once():
+    """Models of transformers collect hidden states by such hooks, and mark themselves."""
+
+    class Model(nn.Linear):
+        is_hooked = False
+
+        def forward(self, x):
+            if not self.is_hooked:
+                self.register_forward_hook(lambda module, args, y: 2 * y)
+                self.is_hooked = True
+            return super().forward(x)
+
+    model = Model(3, 3).double()
+    compiled = plainly(lambda x: model(model(x)).sum())
+    for x in (X, X[:2]):
+        fresh = copy.deepcopy(model)
+        same(compiled(x), fresh(fresh(x)).sum())
+    assert not model._forward_hooks

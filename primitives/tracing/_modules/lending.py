@@ -19,7 +19,8 @@ from primitives.ops.norms.group_norm import pure_instance_norm
 from primitives.tracing._recompute import replaying_checkpoints
 from primitives.tracing._torch_private import bottom, function_modes
 
-_REGISTRIES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+# Those of hooks too: one that a call registers would run twice in the next, which finds no mark that it is there.
+_REGISTRIES = tuple(name for name, x in vars(nn.Module()).items() if isinstance(x, (dict, set)))
 # Batch norms that read nothing of their momentum but whether it is None, and hand it on.
 _FORWARDS_THAT_PASS_MOMENTUM = (BatchNorm1d.forward, SyncBatchNorm.forward)
 _write_back = torch.ops.primitives.write_back.default
