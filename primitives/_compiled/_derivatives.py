@@ -14,18 +14,18 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import _C, Tensor, fx
+from torch import _C, Tensor, _guards, fx
 from torch._C import _functorch  # type: ignore[attr-defined] - no stub
 from torch._C._dynamo.guards import TensorGuards
 from torch._functorch.compile_utils import fx_graph_cse
 from torch.autograd import forward_ad
 
-from primitives._compiled._graphs import Program, Settings, compiling, cut, joint_graph, program_of
+from primitives._compiled._graphs import Settings, compiling, cut, joint_graph, program_of
 from primitives._compiled._simplified import of_any_strides
-from primitives._core.errors import MissingRuleError, ShapeError
+from primitives._core.errors import MissingRuleError
 from primitives._core.recomputation import Batched, Derived, Pullback, Pushforward, Recomputable, recorded_here
 from primitives.tracing import JointGraph
-from primitives.tracing._sizes import bindings, bound_sizes
+from primitives.tracing._sizes import bindings, bound_sizes, failing_guards, num_guards
 from primitives.tracing._torch_private import GraphModule
 
 Tensors = tuple[Tensor, ...]
@@ -153,7 +153,7 @@ class Compiled(Derived):
                 tensors = given
             return tuple(program([*tensors]))
 
-    def program(self, tensors: Sequence[Tensor]) -> Program:
+    def program(self, tensors: Sequence[Tensor]) -> Callable[[list[Any]], Sequence[Any]]:
         """The program of the value, for these sizes."""
         return self.joint(tensors).program(tensors)
 
@@ -221,6 +221,9 @@ class Half(Compiled):
         self._constants: frozenset[int] = whole.constants
         is_graph = isinstance(graph, fx.GraphModule)
         self._fakes = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")] if is_graph else []
+        # That of the trace, and sizes that the graph is known to be valid for.
+        self._mode: Any = _guards.detect_fake_mode(self._fakes)
+        self._valid: set[Any] = set()
 
     @property
     def constants(self) -> frozenset[int]:
@@ -246,7 +249,20 @@ class Half(Compiled):
             )
         return Recomputable.recorded(self, tensors, kept)
 
-    def program(self, tensors: Sequence[Tensor]) -> Program:
+    def fits(self, values: Sequence[Any]) -> bool:
+        """Whether a graph with symbols for sizes is valid for these, by what compilers took for granted, too."""
+        known = num_guards(self._mode), *[x.shape if isinstance(x, torch.Tensor) else x for x in values]
+        if known not in self._valid:
+            symbols = bindings(self._fakes, values)
+            for fake, x in zip(self._fakes, values, strict=True):
+                if isinstance(x, torch.Tensor) and bound_sizes(fake.shape, symbols) != [*x.shape]:
+                    return False
+            if failing_guards(self._mode, symbols):
+                return False
+            self._valid.add(known)
+        return True
+
+    def program(self, tensors: Sequence[Tensor]) -> Callable[[list[Any]], Sequence[Any]]:
         """Of the graph, which is of these sizes; a batch is traced."""
         graph = self.run
         if not isinstance(graph, fx.GraphModule):
@@ -256,7 +272,10 @@ class Half(Compiled):
         key = "program", *layouts
         if key not in self._made:
             with compiling():
-                return self._once(key, lambda: program_of(graph, self.name, self.settings, *self.shown, layouts))
+                self._once(key, lambda: program_of(graph, self.name, self.settings, *self.shown, layouts))
+        if self.settings.dynamic and not self.fits(tensors):
+            # Inductor made it for other sizes, those of the trace. The graph itself is right.
+            return lambda values: graph(*values)
         return self._made[key]
 
 
@@ -294,7 +313,7 @@ class Joint(Half):
 
     def __init__(self, function: Compiled, joint: JointGraph, wanted: tuple[int, ...], seconds: float) -> None:
         signature, self._values = joint.signature, {n.name: n.meta.get("val") for n in joint.graph.nodes}
-        names, self._require_fit = [*joint.inputs], joint.require_fit
+        names = [*joint.inputs]
         self._primals, bars = names[: len(function.names)], names[len(function.names) :]
         self._bars = dict(zip(signature.with_cotangent, bars, strict=True))
         self._gradients, self._unused = signature.gradient_places, {*wanted} - {*signature.gradient_places}
@@ -327,17 +346,6 @@ class Joint(Half):
         self._constants = function.constants | ({*range(self.num + self.num_kept)} - {*signature.with_cotangent})
         seed = module.graph.find_nodes(op="placeholder")[function.seed]
         self.draws_or_measures = bool(seed.users) or self._has_sizes
-
-    def fits(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether a graph with symbols for sizes is valid for these."""
-        fakes = [self._values[name] for name in self._primals]
-        symbols = bindings(fakes, tensors)
-        if any(bound_sizes(fake.shape, symbols) != [*x.shape] for fake, x in zip(fakes, tensors, strict=True)):
-            return False
-        with contextlib.suppress(ShapeError):
-            self._require_fit([*tensors], symbols)
-            return True
-        return False
 
     def detached(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """The arguments, of which those are constants that are not used: no gradient comes back to them."""

@@ -94,11 +94,13 @@ class Settings:
 class Program:
     """A compiled graph: `run(values) -> results`, both lists; `run` empties the list that it gets.
 
-    Its last inputs are `constants`, tensors from elsewhere that the graph reads. The rest is for the table.
+    Its last inputs are `constants`, tensors from elsewhere that the graph reads, and the sizes for which it has
+    `symbols`, each by the place of a tensor and of its axis. The rest is for the table.
     """
 
     run: Callable[[list[Any]], Sequence[Any]]
     constants: list[Tensor]
+    symbols: list[tuple[int, int]]
     name: str
     sizes: str
     num_nodes: int
@@ -110,7 +112,7 @@ class Program:
     def __call__(self, values: list[Any]) -> Sequence[Any]:
         """The results."""
         self.num_calls += 1
-        return self.run(values + self.constants)
+        return self.run([*values, *self.constants, *[values[k].shape[axis] for k, axis in self.symbols]])
 
 
 @contextlib.contextmanager
@@ -254,13 +256,13 @@ def program_of(
             fake, (make, strides) = node.meta["val"], layout
             with mode:
                 node.meta["val"] = make(fake.shape, strides, dtype=fake.dtype, device=fake.device)
-    constants = _lifted(module, mode)
+    constants, symbols = _lifted(module, mode), _sized(graph)
     fakes = [node.meta["val"] for node in graph.find_nodes(op="placeholder")]
     num_nodes = sum(node.op == "call_function" for node in graph.nodes)
     with _outside_everything(), torch.no_grad(), _guards.tracing(_guards.TracingContext(mode)):
         run = _run_by(settings, module, fakes, mode)
     sizes = ", ".join(str([*x.shape]) for x in fakes if isinstance(x, torch.Tensor))
-    found = Program(run, constants, name, sizes, num_nodes, num_bytes, seconds, time.perf_counter() - start)
+    found = Program(run, constants, symbols, name, sizes, num_nodes, num_bytes, seconds, time.perf_counter() - start)
     settings.programs.append(found)
     _say(found.compile_seconds, "compile: %s compiled in %.1f s", name, found.compile_seconds)
     return found
@@ -285,6 +287,22 @@ def _lifted(module: fx.GraphModule, mode: Any) -> list[Tensor]:
 
 
 _LITERAL = torch.ops.aten.lift_fresh_copy.default
+
+
+def _sized(graph: fx.Graph) -> list[tuple[int, int]]:
+    """Make inputs of the symbols in sizes: Inductor keeps with a program what it assumes of inputs that are numbers."""
+    places: dict[str, tuple[int, int]] = {}
+    placeholders = graph.find_nodes(op="placeholder")
+    with graph.inserting_after(placeholders[-1]):
+        for k, node in enumerate(placeholders):
+            for axis, n in enumerate(getattr(node.meta["val"], "shape", ())):
+                if isinstance(n, torch.SymInt) and n.node.expr.is_symbol and str(n) not in places:
+                    places[str(n)] = k, axis
+    first = placeholders[-1].next
+    for name, (k, axis) in places.items():
+        with graph.inserting_before(first):
+            graph.placeholder(name).meta["val"] = placeholders[k].meta["val"].shape[axis]
+    return [*places.values()]
 
 
 def _run_by(settings: Settings, module: fx.GraphModule, fakes: list[Any], mode: Any) -> Callable[[list], Any]:
@@ -320,14 +338,20 @@ def _by_inductor(options: dict[str, Any], module: fx.GraphModule, fakes: list[An
 
 @functools.cache
 def _asked_ahead() -> list[threading.Thread]:
-    """What Inductor would ask for after the trace: vector instructions, and hashes of all of torch and Triton.
+    """What Inductor would ask for after the trace: vector instructions, headers, hashes of all of torch and Triton.
 
-    Processes, files and hashing: a second and a half that do not wait for the trace. In this process the vector
-    instructions would take a moment, but the trace would wait for the interpreter's lock, for more than that.
+    Processes, files and hashing: two seconds that do not wait for the trace. In this process the vector instructions
+    would take a moment, but the trace would wait for the interpreter's lock, for more than that.
     """
     from torch._inductor import codecache, cpu_vec_isa
 
-    questions = cpu_vec_isa.valid_vec_isa_list, codecache.torch_key, codecache.CacheBase.get_system
+    def compiler() -> None:
+        """Vector instructions, and headers, which each process preprocesses that loads a kernel; none is loaded."""
+        cpu_vec_isa.valid_vec_isa_list()
+        with contextlib.suppress(Exception):  # no compiler, where nothing may need one
+            codecache.CppPythonBindingsCodeCache.load_pybinding_async([], "", submit_fn=lambda work: None)
+
+    questions = compiler, codecache.torch_key, codecache.CacheBase.get_system
     threads = [threading.Thread(target=ask, daemon=True) for ask in questions]
     for thread in threads:
         thread.start()

@@ -9,8 +9,13 @@ import torch
 from torch._subclasses import fake_tensor
 
 
+def num_guards(mode: fake_tensor.FakeTensorMode) -> int:
+    """How many conditions on sizes a graph was traced and compiled under."""
+    return 0 if mode.shape_env is None else len(mode.shape_env.guards)
+
+
 def failing_guards(mode: fake_tensor.FakeTensorMode, symbols: dict[Any, int]) -> list[str]:
-    """Conditions on sizes that a graph was traced under and that do not hold, as text in terms of its symbols."""
+    """Those conditions that do not hold, as text in terms of the symbols."""
     shape_env: Any = mode.shape_env
     guards = [guard.expr for guard in shape_env.guards] if shape_env is not None else ()
     texts = [str(guard) for guard in guards if str(guard.xreplace(symbols)) == "False"]

@@ -321,9 +321,9 @@ def trace(
     excluded = _C._ExcludeDispatchKeyGuard(_C.DispatchKeySet(_C.DispatchKey.Functionalize))
     # As ahead-of-time autograd does: threads of the engine know nothing of modes.
     engine = torch.autograd.set_multithreading_enabled(False)
-    # In that mode torch asks for the values of gradients.
-    # Of some operators (`constant_pad_nd`) the rules in C++ ask for numbers, and those in Python keep symbols.
+    # In C++ the rules of some operators (`constant_pad_nd`, `upsample_nearest2d`) ask for numbers, in Python for none.
     symbols = contextlib.nullcontext() if mode.shape_env is None else enable_python_dispatcher()
+    # In anomaly mode torch asks for the values of gradients.
     with excluded, _without_code(), engine, torch.autograd.set_detect_anomaly(False), mode, symbols:
         return make(*args)
 

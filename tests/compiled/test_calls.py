@@ -7,7 +7,9 @@ import optree
 import pytest
 import torch
 from torch import nn
+from torch._inductor.utils import fresh_cache
 from torch.autograd import forward_ad
+from torch.nn import functional as F
 
 import primitives as pr
 from tests.compiled.support import data, gradients, mlp, plainly, same
@@ -177,6 +179,43 @@ def test_dynamic_sizes():
         same(torch.autograd.grad(found[0], x), torch.autograd.grad(truth[0], x))
     assert len(compiled.settings.programs) == 2
     same(compiled(data(1, 3)), function(data(1, 3)))
+
+
+def shapes(values):
+    return [x.shape for x in values if isinstance(x, torch.Tensor)]
+
+
+def test_sizes_that_a_compiler_takes_for_numbers():
+    made = []
+
+    def numbering(module, fakes):
+        """Take sizes of backward passes for numbers, as Inductor does, whose cache looks at symbols alone."""
+        symbols = {str(n) for shape in shapes(fakes) for n in shape if str(n)[0] == "s"}
+        assert symbols <= {str(n) for n in fakes if isinstance(n, torch.SymInt)}
+        made.append(module)
+        known = [torch.Size(map(int, shape)) for shape in shapes(fakes) if len(made) > 1]
+
+        def run(*values):
+            assert known in ([], shapes(values))
+            return module(*values)
+
+        return run
+
+    net, longer = mlp(), data(9, 3)
+    compiled = pr.compile(lambda x: net(x).square().sum(), backend=numbering, dynamic=True)
+    compiled(X.clone().requires_grad_())
+    for x in (longer, X, longer, X[:4]):
+        x = x.clone().requires_grad_()
+        same(*(torch.autograd.grad(f(x), x) for f in (compiled, compiled.__wrapped__)))
+
+
+@pytest.mark.nightly
+def test_inductor_keeps_apart_what_it_made_for_other_sizes():
+    compiled = pr.compile(lambda x, w: F.conv2d(x, w).tanh().mean(), dynamic=True)
+    with fresh_cache():
+        for sizes in ((1, 1, 8, 8), (1, 1, 12, 10), (1, 1, 6, 14)):
+            x, w = data(*sizes).requires_grad_(), data(1, 1, 3, 3).requires_grad_()
+            same(*(torch.autograd.grad(f(x, w), (x, w)) for f in (compiled, compiled.__wrapped__)))
 
 
 def test_per_sample_gradients_of_any_number_and_size():

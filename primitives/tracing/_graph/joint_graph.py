@@ -12,7 +12,7 @@ from primitives.tracing._graph.partition import COTANGENT, PRIMAL, STATE, Backwa
 from primitives.tracing._graph.signature import Signature
 from primitives.tracing._memory import refuse_sharing
 from primitives.tracing._random.rng import PhiloxState
-from primitives.tracing._sizes import failing_guards
+from primitives.tracing._sizes import failing_guards, num_guards
 
 
 class JointGraph(Graph):
@@ -101,14 +101,16 @@ class JointGraph(Graph):
     def require_fit(self, primals: list[Tensor], symbols: dict[Any, int]) -> None:
         """Raise where the graph is not valid for these primals, and what the symbols in their sizes stand for."""
         refuse_sharing("JointGraph", self.primal_names, primals, self.signature.alone)
-        failing = [] if (*symbols.values(),) in self._fitting else failing_guards(self._mode, symbols)
+        # A compiler may have assumed more since.
+        known = num_guards(self._mode), *symbols.values()
+        failing = [] if known in self._fitting else failing_guards(self._mode, symbols)
         if failing:
             got = ", ".join(f"{name}: {[*x.shape]}" for name, x in zip(self.primal_names, primals, strict=True))
             raise ShapeError(
                 f"JointGraph: the graph is valid under {' and '.join(failing)}, which does not hold where {symbols}, "
                 f"got {got}."
             )
-        self._fitting.add((*symbols.values(),))
+        self._fitting.add(known)
 
     def forward_graph(self, *, min_cut: bool = True) -> ForwardGraph:
         """The forward pass: `(primals) -> (outs, saved)`.
