@@ -159,6 +159,12 @@ def test_values_of_constants_may_be_asked():
     x = X.clone().requires_grad_()
     same(torch.autograd.grad(plainly(masked)(x), x), torch.autograd.grad(masked(x), x))
 
+    # It compares the number of samples inside.
+    same(plainly(torch.corrcoef)(X), torch.corrcoef(X))
+    weights = X[0].abs()
+    with pytest.raises(pr.TraceError, match="aten.equal.*cov"):
+        plainly(lambda x, weights: torch.cov(x, aweights=weights))(X, weights)
+
 
 HELD = torch.zeros(3, dtype=torch.float64)
 
