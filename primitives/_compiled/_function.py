@@ -276,10 +276,11 @@ class CompiledFunction(Generic[_P, _R]):
             changes = [f"{name} was {old} and is {new}" for name, old, new in pairs]
             _log.warning(
                 "compile: %s has been compiled for %d different calls: %s. Each takes seconds: pass what changes as a "
-                "tensor, keep sizes fixed, or use dynamic=True.",
+                "tensor, %s.",
                 self._name(),
                 _MANY,
                 changes[0] if changes else "the structure of the arguments, or what the function reaches, differs",
+                "or keep sizes fixed" if self.settings.dynamic else "keep sizes fixed, or use dynamic=True",
             )
 
     def note_assigned(self, names: list[str]) -> None:
