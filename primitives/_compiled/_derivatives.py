@@ -224,6 +224,8 @@ class Half(Compiled):
         # That of the trace, and sizes that the graph is known to be valid for.
         self._mode: Any = _guards.detect_fake_mode(self._fakes)
         self._valid: set[Any] = set()
+        # Places of arguments that neither half reads.
+        self._idle: set[int] = set()
 
     @property
     def constants(self) -> frozenset[int]:
@@ -236,7 +238,9 @@ class Half(Compiled):
         def make() -> Half:
             inner = of_any_strides(self.run) if isinstance(self.run, fx.GraphModule) else self.run
             whole, mapped = self.inner.batched(in_dims[: self.count], randomness), Batched(inner, in_dims, randomness)
-            return Half(whole, self.count, mapped, self, f"vmap of {self.name}", self.names)
+            half = Half(whole, self.count, mapped, self, f"vmap of {self.name}", self.names)
+            half._idle = self._idle
+            return half
 
         return self._once((in_dims, randomness), make)
 
@@ -247,6 +251,7 @@ class Half(Compiled):
                 "compile: torch.autograd.grad with is_grads_batched=True and create_graph=True has no derivative. "
                 "Take torch.func.vmap of torch.func.vjp, or torch.func.jacrev."
             )
+        tensors = [x.detach() if i in self._idle else x for i, x in enumerate(tensors)]
         return Recomputable.recorded(self, tensors, kept)
 
     def fits(self, values: Sequence[Any]) -> bool:
@@ -320,6 +325,7 @@ class Joint(Half):
         self.num, self._kept, self._views = signature.num_forward_outputs, [], {}
         self._has_sizes = any(isinstance(x, torch.SymInt) for x in self._values.values())
         name, num_bytes, places = function.name, 0, [*range(self.num)]
+        read: set[str] = set()
         if wanted:
             forward, self._backward = joint.forward_graph(), joint.backward_graph().module
             source, name, num_bytes = forward.module, f"{name}, forward", forward.saved_bytes
@@ -344,8 +350,9 @@ class Joint(Half):
         super().__init__(function, len(function.names), module, function, name, function.names)
         self.shown = seconds, num_bytes
         self._constants = function.constants | ({*range(self.num + self.num_kept)} - {*signature.with_cotangent})
-        seed = module.graph.find_nodes(op="placeholder")[function.seed]
-        self.draws_or_measures = bool(seed.users) or self._has_sizes
+        inputs = module.graph.find_nodes(op="placeholder")
+        self._idle = {i for i, node in enumerate(inputs) if not node.users and node.name not in read}
+        self.draws_or_measures = bool(inputs[function.seed].users) or self._has_sizes
 
     def detached(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """The arguments, of which those are constants that are not used: no gradient comes back to them."""
@@ -369,7 +376,7 @@ class Joint(Half):
                 return pullback
             names, name = [*pullback.names, *self._kept], f"{self.inner.name}, backward"
             half = Resumed(pullback, num_tensors + len(given), module, self, name, names)
-            half.num_tensors = num_tensors
+            half.num_tensors, half._idle = num_tensors, self._idle
             return half
 
         return self._once((wanted, given), make)

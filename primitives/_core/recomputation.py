@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import _C, Tensor
 from torch._C import _functorch  # type: ignore[attr-defined] - no stub
+from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch._functorch import eager_transforms
 from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
 from torch.autograd import forward_ad
@@ -211,6 +212,9 @@ def _save(ctx: Any, inputs: tuple, output: Tensors, results: Tensors, unread: fr
     ctx.numbers = [x for x in kept if not isinstance(x, torch.Tensor)]
     ctx.unread = [(i, tensors[i], version_of(tensors[i])) for i in sorted(unread)]
     saved = [x for i, x in enumerate(tensors) if i not in unread]
+    # Hooks may hand out copies in other strides, and a function reads those that it was given (`view`, `as_strided`).
+    is_hooked = _top_saved_tensors_default_hooks(True) is not None
+    ctx.strides = [x.stride() for x in saved] if is_hooked else ()
     ctx.save_for_backward(*saved, *kept[: len(kept) - len(ctx.numbers)])
     ctx.set_materialize_grads(False)
     constants, ys = ctx.function.constants, results[: len(output) - len(ctx.numbers)]
@@ -219,6 +223,9 @@ def _save(ctx: Any, inputs: tuple, output: Tensors, results: Tensors, unread: fr
 
 def _backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
     num, saved = ctx.num, [*ctx.saved_tensors]
+    for i, strides in enumerate(ctx.strides):
+        if saved[i].stride() != strides and 0 not in strides:
+            saved[i] = saved[i].new_empty_strided(saved[i].shape, strides).copy_(saved[i])
     for i, x, _ in ctx.unread:
         saved.insert(i, x)
     wanted = tuple([i for i, needs in enumerate(ctx.needs_input_grad[2 : 2 + num]) if needs])

@@ -36,6 +36,29 @@ def test_functional_call():
     same(compiled(X), net(X).sum())
 
 
+def test_derivatives_do_not_depend_on_parameters_that_others_stand_for():
+    net = mlp()
+    params = {name: data(*p.shape, seed=5) for name, p in net.named_parameters()}
+    loss = plainly(lambda p, x: torch.func.functional_call(net, p, (x,)).square().sum())
+    gradient = torch.func.grad(loss)
+    found = [*gradient(params, X).values(), *torch.func.vmap(gradient, (None, 0))(params, X).values()]
+    # Else each step of an optimizer lengthens a graph.
+    assert not any(y.requires_grad for y in found)
+
+
+@pytest.mark.parametrize("way", [plainly, lambda f: functools.partial(pr.func.checkpoint, f)])
+def test_arguments_have_their_strides_whatever_hooks_made_of_them(way):
+    def function(x):
+        return (x.as_strided((2, 2), (1, 2)) * x.view(-1)[:4].view(2, 2).exp()).sin().sum()
+
+    x = X.clone().requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x.mT.contiguous().mT if x.dim() == 2 else x, lambda x: x):
+        found = way(function)(x)
+    pairs = [torch.autograd.grad(y, x, create_graph=True)[0] for y in (found, function(x))]
+    same(*pairs)
+    same(*(torch.autograd.grad(g.square().sum(), x) for g in pairs))
+
+
 def test_around():
     net = mlp()
     model, truth = plainly(net), mlp()(X).square().sum()
