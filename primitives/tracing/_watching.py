@@ -11,6 +11,7 @@ from unittest import mock
 import torch
 from torch import fx
 from torch._ops import HigherOrderOperator
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from primitives._core.errors import LeafError, MutationError, TraceError
@@ -75,6 +76,14 @@ def _without_masks(index: Any) -> Any:
     return tuple(found)
 
 
+def _dropout(x: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+    """As torch composes it, but in C++ it asks how many elements there are, which symbols do not say in a transform."""
+    if not training or p == 0.0:
+        return x
+    noise = torch.empty_like(x).bernoulli_(1.0 - p).mul_(1.0 / (1.0 - p) if p < 1.0 else 0.0)
+    return x.mul_(noise) if inplace else x * noise
+
+
 class UserCalls(TorchFunctionMode):
     """Context that refuses, in a trace, those calls of the user of which nothing below Python hears."""
 
@@ -114,6 +123,8 @@ class UserCalls(TorchFunctionMode):
         read = args[:1] if reads else torch_private.leaves_of(*lists)
         if func in _VALUES and (value := torch_private.constant_value(args[0])) is not None:
             return func(value)
+        if func is F.dropout and any(isinstance(n, torch.SymInt) for n in args[0].shape):
+            func = _dropout
         if func in _INDEXED:
             args = (args[0], _without_masks(args[1]), *args[2:])
         if any(isinstance(x, torch.Tensor) and torch_private.is_computed(x) for x in read):

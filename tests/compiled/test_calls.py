@@ -7,9 +7,7 @@ import optree
 import pytest
 import torch
 from torch import nn
-from torch._inductor.utils import fresh_cache
 from torch.autograd import forward_ad
-from torch.nn import functional as F
 
 import primitives as pr
 from tests.compiled.support import data, gradients, mlp, plainly, same
@@ -164,67 +162,6 @@ def test_objects_that_hold_results():
         same(torch.autograd.grad(found.log_prob(X).sum(), loc), torch.autograd.grad(truth.log_prob(X).sum(), loc))
 
 
-def test_dynamic_sizes():
-    net = mlp()
-
-    def function(x):
-        # Every language model of transformers shifts its labels by a pad.
-        return net(x).square().sum(), nn.functional.pad(net(x), (0, 0, 0, 1))[1:]
-
-    compiled = plainly(function, dynamic=True)
-    for n in (6, 4, 9):
-        x = data(n, 3).requires_grad_()
-        found, truth = compiled(x), function(x)
-        same(found, truth)
-        same(torch.autograd.grad(found[0], x), torch.autograd.grad(truth[0], x))
-    assert len(compiled.settings.programs) == 2
-    same(compiled(data(1, 3)), function(data(1, 3)))
-
-
-def shapes(values):
-    return [x.shape for x in values if isinstance(x, torch.Tensor)]
-
-
-def test_sizes_that_a_compiler_takes_for_numbers():
-    made = []
-
-    def numbering(module, fakes):
-        """Take sizes of backward passes for numbers, as Inductor does, whose cache looks at symbols alone."""
-        symbols = {str(n) for shape in shapes(fakes) for n in shape if str(n)[0] == "s"}
-        assert symbols <= {str(n) for n in fakes if isinstance(n, torch.SymInt)}
-        made.append(module)
-        known = [torch.Size(map(int, shape)) for shape in shapes(fakes) if len(made) > 1]
-
-        def run(*values):
-            assert known in ([], shapes(values))
-            return module(*values)
-
-        return run
-
-    net, longer = mlp(), data(9, 3)
-    compiled = pr.compile(lambda x: net(x).square().sum(), backend=numbering, dynamic=True)
-    compiled(X.clone().requires_grad_())
-    for x in (longer, X, longer, X[:4]):
-        x = x.clone().requires_grad_()
-        same(*(torch.autograd.grad(f(x), x) for f in (compiled, compiled.__wrapped__)))
-
-
-@pytest.mark.nightly
-def test_inductor_keeps_apart_what_it_made_for_other_sizes():
-    compiled = pr.compile(lambda x, w: F.conv2d(x, w).tanh().mean(), dynamic=True)
-    with fresh_cache():
-        for sizes in ((1, 1, 8, 8), (1, 1, 12, 10), (1, 1, 6, 14)):
-            x, w = data(*sizes).requires_grad_(), data(1, 1, 3, 3).requires_grad_()
-            same(*(torch.autograd.grad(f(x, w), (x, w)) for f in (compiled, compiled.__wrapped__)))
-
-
-def test_per_sample_gradients_of_any_number_and_size():
-    net = nn.Linear(3, 1).double()
-    compiled = plainly(lambda x: net(x).sin().mean(0).sum(), dynamic=True)
-    for sizes in ((2, 4, 3), (2, 6, 3), (5, 4, 3)):
-        same(*(torch.func.vmap(torch.func.grad(f))(data(*sizes)) for f in (compiled, compiled.__wrapped__)))
-
-
 def test_outputs_that_share_memory():
     compiled = plainly(lambda x: {"same": x, "view": x.T, "twice": [x * 2] * 2, "none": None, "number": 3})
     x = X.clone().requires_grad_()
@@ -264,17 +201,6 @@ def test_what_a_recorded_gradient_does_not_depend_on_gets_none():
         x = X.clone().requires_grad_()
         torch.autograd.grad(model(x).sum(), x, create_graph=True)[0].square().sum().backward()
         assert [p.grad is None for p in net.parameters()] == [False, False, False, True]
-
-
-def test_what_depends_on_an_argument_for_some_sizes_alone():
-    w = data(3).requires_grad_()
-    compiled = plainly(lambda x: ((x * w).sin() if len(x) > 4 else x.sin() + w).sum(), dynamic=True)
-    for x in (X, X[:3], X):
-        x, found = x.clone().requires_grad_(), []
-        for f in (compiled, compiled.__wrapped__):
-            (g,) = torch.autograd.grad(f(x), x, create_graph=True)
-            found.append(torch.autograd.grad(g.square().sum(), [w, x], materialize_grads=True, allow_unused=True))
-        same(*found)
 
 
 def test_anomalies_are_looked_for_in_calls_and_not_in_traces():

@@ -66,9 +66,10 @@ def draw_words(
     """
     num_blocks = -(-num_words // WORDS_PER_BLOCK)
     first = torch.zeros_like(seed) if offset is None else offset
-    pieces = []
-    for start in range(0, max(num_blocks, 1), CHUNK_BLOCKS):
-        stop = min(start + CHUNK_BLOCKS, num_blocks)
+    # A graph draws all at once: its nodes do not follow from sizes, which may be symbols, and its compiler fuses them.
+    is_graph, pieces = torch._C._len_torch_dispatch_stack() > 0, []
+    for start in (0,) if is_graph else range(0, max(num_blocks, 1), CHUNK_BLOCKS):
+        stop = num_blocks if is_graph else min(start + CHUNK_BLOCKS, num_blocks)
         block = first.unsqueeze(-1) + torch.arange(start, stop, dtype=torch.int64, device=seed.device)
         words = torch.stack(philox4x32(seed.unsqueeze(-1), block), -1).flatten(-2)
         pieces.append(words if convert is None else convert(words))
