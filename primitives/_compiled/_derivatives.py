@@ -36,6 +36,7 @@ __all__ = ["SEED", "Compiled", "Joint", "Resumed"]
 SEED = "random.seed"
 
 _NOTHING = contextlib.nullcontext()
+_MANY_SIZES = 1000
 _OLDER_VMAP = _C._dispatch_key_parse("VmapMode")
 
 
@@ -264,6 +265,8 @@ class Half(Compiled):
                     return False
             if failing_guards(self._mode, symbols):
                 return False
+            if len(self._valid) > _MANY_SIZES:  # as when each call has its own
+                self._valid.clear()
             self._valid.add(known)
         return True
 
