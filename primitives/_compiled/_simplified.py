@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 from collections.abc import Iterator, Set
 from typing import Any
 from unittest import mock
@@ -30,6 +31,7 @@ _LINEAR = {
     *(_aten.diagonal.default, torch.ops.prims.convert_element_type.default),
 }
 _SUMS = (_aten.add.Tensor, _aten.sub.Tensor)
+_AVERAGES = _aten.avg_pool2d_backward.default, _aten.avg_pool3d_backward.default
 _PERMUTE, _WIDE = _aten.permute.default, (torch.float32, torch.float64)
 
 
@@ -143,9 +145,24 @@ def _slogdet(x: Tensor) -> tuple[Tensor, ...]:
     return decomposition_table[_aten._linalg_slogdet.default](_factored(x))
 
 
+def _pooled_back(pool: Any, bar: Tensor, x: Tensor, kernel: Any, stride: Any, padding: Any, *rest: Any) -> Any:
+    """The cotangent of averages of which windows hang over the end, by whose whole size Inductor divides."""
+    if rest != (True, True, None):
+        return NotImplemented
+    for axis, (size, step, pad) in enumerate(zip(kernel, stride or kernel, padding, strict=True), -len(kernel)):
+        start = torch.arange(bar.shape[axis], device=bar.device) * step - pad
+        inside = (start + size).clamp(max=x.shape[axis] + pad) - start
+        bar = bar / inside.view(-1, *[1] * (-1 - axis))
+    return pool(bar, x, kernel, stride, padding, True, True, 1)
+
+
 # For every backend, and for Inductor alone.
 FACTORED = {_aten._linalg_det.default: _det, _aten._linalg_slogdet.default: _slogdet}
-DECOMPOSITIONS = {_aten.addmm.default: _product_and_sum, _aten.diagonal_scatter.default: _diagonal_of_copy}
+DECOMPOSITIONS = {
+    _aten.addmm.default: _product_and_sum,
+    _aten.diagonal_scatter.default: _diagonal_of_copy,
+    **{pool: functools.partial(_pooled_back, pool) for pool in _AVERAGES},
+}
 
 
 @contextlib.contextmanager

@@ -162,6 +162,16 @@ def test_inductor_writes_a_diagonal_into_a_matrix_of_a_batch():
     same(function(X), torch.diag_embed(X.sin()))
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("pool, sizes", [(nn.AvgPool2d, (1, 6, 5)), (nn.AvgPool3d, (1, 4, 3, 6))])
+def test_inductor_divides_by_what_of_a_window_is_inside(pool, sizes):
+    def function(x):
+        return pool(3, 2, 1, ceil_mode=True)(x.sin()).square().sum()
+
+    x = data(*sizes).requires_grad_()
+    same(*(torch.autograd.grad(f(x), x) for f in (pr.compile(function), function)))
+
+
 @pytest.mark.skipif(torch.__version__ < (2, 13), reason=CHECKS_ARE_DROPPED)
 def test_inductor_keeps_the_checks_of_solvers():
     solve = pr.compile(lambda a: torch.linalg.solve(a, V[:3]))
