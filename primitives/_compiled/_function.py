@@ -28,7 +28,7 @@ from primitives._core.errors import LeafError, TraceError
 from primitives._core.recomputation import recomputed
 from primitives._core.trees.nodes import ARGUMENTS, registered
 from primitives.func._reached import Reached
-from primitives.func._region import Guard, Region, autocasts, once
+from primitives.func._region import Guard, OtherTreeError, Region, autocasts, once
 from primitives.tracing import JointGraph
 from primitives.tracing._errors import current_line
 from primitives.tracing._leaves import Leaves
@@ -125,6 +125,10 @@ class _Site(Region):
     def _surroundings(self, tensors: Sequence[Tensor]) -> list[Any]:
         return []
 
+    def _returned(self, results: list[Any]) -> list[Any]:
+        """Sizes as numbers: what is not a tensor is given back in each call as it was in the first."""
+        return [_number(y) for y in results]
+
     def _watch(self, known: Sequence[Tensor]) -> contextlib.AbstractContextManager:
         return contextlib.nullcontext()
 
@@ -210,6 +214,8 @@ class CompiledFunction(Generic[_P, _R]):
     def __init__(self, fn: Callable[_P, _R], settings: Settings) -> None:
         self.settings = settings
         self._sites: dict[Any, list[_Site]] = {}
+        # Keys of calls whose sizes decide what the function returns, besides the numbers in tensors.
+        self._varying: set[Any] = set()
         self._described: list[tuple[str, Any]] = []
         self._num_described = 0
         self._has_assigned = self._has_drawn = False
@@ -229,12 +235,24 @@ class CompiledFunction(Generic[_P, _R]):
             constants = [x for x in leaves if not isinstance(x, torch.Tensor)]
             if registered(constants, ARGUMENTS):
                 return self(*args, **kwargs)
-        key = treespec, *[_kind(x, self.settings) for x in leaves]
         try:
-            sites = self._sites.get(key, ())
+            key = self._key(treespec, leaves)
         except TypeError:
             raise _unhashable(fn, args, kwargs) from None
-        for site in sites:
+        try:
+            return self._served(key, args, kwargs, tensors)
+        except OtherTreeError:
+            self._varying.add(key)
+            if self._key(treespec, leaves) == key:
+                raise
+        return self(*args, **kwargs)
+
+    def _key(self, treespec: Any, leaves: list[Any]) -> Any:
+        key = treespec, *[_kind(x, self.settings.dynamic) for x in leaves]
+        return (treespec, *[_kind(x, False) for x in leaves]) if key in self._varying else key
+
+    def _served(self, key: Any, args: tuple, kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
+        for site in self._sites.get(key, ()):
             found = site.now(tensors)
             if found is not None:
                 return site.run(found)
@@ -315,13 +333,18 @@ class CompiledFunction(Generic[_P, _R]):
         return CompiledFunction, (self.__wrapped__, self.settings.fresh())  # type: ignore[attr-defined] - as above
 
 
-def _kind(x: Any, settings: Settings) -> Any:
+def _number(x: Any) -> Any:
+    kinds = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
+    return kinds[type(x)](x) if type(x) in kinds else x
+
+
+def _kind(x: Any, is_dynamic: bool) -> Any:
     """What must be the same of a leaf of the arguments where a site serves."""
     if not isinstance(x, torch.Tensor):
         # By its text a zero has its sign, and NaN is equal to itself.
         return type(x), repr(x) if isinstance(x, (float, complex)) else x
     # With others a function may return another tree, write to other buffers, and draw numbers or not.
-    return () if settings.dynamic else (x.shape, x.dtype, x.requires_grad)
+    return () if is_dynamic else (x.shape, x.dtype, x.requires_grad)
 
 
 def _unhashable(fn: Any, args: tuple, kwargs: dict[str, Any]) -> LeafError:

@@ -65,6 +65,10 @@ class Region(Recomputable):
         """What every run but the first enters again."""
         return [*replays(), *_surroundings(tensors)]
 
+    def _returned(self, results: list[Any]) -> list[Any]:
+        """Leaves of the output, as they are given back."""
+        return results
+
     def _watch(self, known: Sequence[Tensor]) -> contextlib.AbstractContextManager:
         """Context of the first run."""
         return Guard(known)
@@ -100,6 +104,7 @@ class Region(Recomputable):
                 leaves[i] = x
             inner: Any = self._treespec.unflatten(leaves)
             results, out_treespec = flattened(self._fn(*inner[0], **inner[1]), RESULTS)
+            results = self._returned(results)
             current = [getattr(o, registry).get(name) for (o, registry, name), *_ in self._registered.values()]
             if not is_first:
                 self._require_same(out_treespec, results)
@@ -145,7 +150,7 @@ class Region(Recomputable):
 
         first = [torch.empty(0) if i in self._out_places else y for i, y in enumerate(self._out_leaves)]
         if treespec != self._out_treespec or known(results) != known(first):
-            raise LeafError(
+            raise OtherTreeError(
                 f"the function returned {self._out_treespec} in its first run, and returns {treespec}, or other "
                 "constants in it, where it is differentiated or has other sizes. Return the same tree each time."
             )
@@ -204,6 +209,10 @@ class Region(Recomputable):
             else:
                 _write_back([old], [new])
         return self._out_treespec.unflatten(leaves)
+
+
+class OtherTreeError(LeafError):
+    """A later run does not return what the first did."""
 
 
 def once(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[int]]:

@@ -103,3 +103,15 @@ def test_what_depends_on_an_argument_for_some_sizes_alone():
             (g,) = torch.autograd.grad(f(x), x, create_graph=True)
             found.append(torch.autograd.grad(g.square().sum(), [w, x], materialize_grads=True, allow_unused=True))
         same(*found)
+
+
+def test_results_that_depend_on_sizes_other_than_by_tensors():
+    function = plainly(lambda x: (x.chunk(3), x.shape[0], x.numel() * 0.5, len(x) > 4), dynamic=True)
+    spread = plainly(lambda x: torch.distributions.Normal(x, x.exp()), dynamic=True)
+    for n in (6, 4, 9, 1, 6):
+        parts, *numbers = function(data(n, 3))
+        same(parts, data(n, 3).chunk(3))
+        assert [type(y) for y in numbers] == [int, float, bool]
+        assert numbers == [n, n * 1.5, n > 4]
+        assert [type(k) for k in spread(data(n, 3)).batch_shape] == [int, int]
+        assert spread(data(n, 3)).batch_shape == (n, 3)
