@@ -235,28 +235,24 @@ class CompiledFunction(Generic[_P, _R]):
             constants = [x for x in leaves if not isinstance(x, torch.Tensor)]
             if registered(constants, ARGUMENTS):
                 return self(*args, **kwargs)
+        kinds = treespec, *[_kind(x, self.settings.dynamic) for x in leaves]
         try:
-            key = self._key(treespec, leaves)
+            is_varying = bool(self._varying) and kinds in self._varying
+            key = (treespec, *[_kind(x, False) for x in leaves]) if is_varying else kinds
+            sites = self._sites.get(key, ())
         except TypeError:
             raise _unhashable(fn, args, kwargs) from None
         try:
-            return self._served(key, args, kwargs, tensors)
+            for site in sites:
+                found = site.now(tensors)
+                if found is not None:
+                    return site.run(found)
+            return self._first(key, args, kwargs, tensors)
         except OtherTreeError:
-            self._varying.add(key)
-            if self._key(treespec, leaves) == key:
+            if is_varying or not self.settings.dynamic:
                 raise
+            self._varying.add(kinds)
         return self(*args, **kwargs)
-
-    def _key(self, treespec: Any, leaves: list[Any]) -> Any:
-        key = treespec, *[_kind(x, self.settings.dynamic) for x in leaves]
-        return (treespec, *[_kind(x, False) for x in leaves]) if key in self._varying else key
-
-    def _served(self, key: Any, args: tuple, kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
-        for site in self._sites.get(key, ()):
-            found = site.now(tensors)
-            if found is not None:
-                return site.run(found)
-        return self._first(key, args, kwargs, tensors)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """In a class, a method."""
