@@ -28,7 +28,7 @@ from primitives._core.errors import LeafError, TraceError
 from primitives._core.recomputation import recomputed
 from primitives._core.trees.nodes import ARGUMENTS, registered
 from primitives.func._reached import Reached
-from primitives.func._region import Guard, OtherTreeError, Region, autocasts, once
+from primitives.func._region import Guard, Region, autocasts, once
 from primitives.tracing import JointGraph
 from primitives.tracing._errors import current_line
 from primitives.tracing._leaves import Leaves
@@ -248,8 +248,8 @@ class CompiledFunction(Generic[_P, _R]):
                 if found is not None:
                     return site.run(found)
             return self._first(key, args, kwargs, tensors)
-        except OtherTreeError:
-            if is_varying or not self.settings.dynamic:
+        except LeafError:
+            if is_varying or not self.settings.dynamic or not any(site.varies for site in sites):
                 raise
             self._varying.add(kinds)
         return self(*args, **kwargs)

@@ -38,8 +38,10 @@ class Region(Recomputable):
     `tensors` are those of the arguments, then what `fn` captures, then parameters and buffers of the modules that it
     reaches, by `reached`; each once, wherever `fn` finds it. `changed` are the places among them of buffers that `fn`
     changes, whose new values come last in the result; `constants` the places there of those that are running statistics
-    of a norm, constant to every derivative.
+    of a norm, constant to every derivative. It `varies` once a later run has returned what the first did not.
     """
+
+    varies = False
 
     def __init__(self, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> None:
         self._fn = fn
@@ -150,7 +152,8 @@ class Region(Recomputable):
 
         first = [torch.empty(0) if i in self._out_places else y for i, y in enumerate(self._out_leaves)]
         if treespec != self._out_treespec or known(results) != known(first):
-            raise OtherTreeError(
+            self.varies = True
+            raise LeafError(
                 f"the function returned {self._out_treespec} in its first run, and returns {treespec}, or other "
                 "constants in it, where it is differentiated or has other sizes. Return the same tree each time."
             )
@@ -209,10 +212,6 @@ class Region(Recomputable):
             else:
                 _write_back([old], [new])
         return self._out_treespec.unflatten(leaves)
-
-
-class OtherTreeError(LeafError):
-    """A later run does not return what the first did."""
 
 
 def once(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[int]]:
