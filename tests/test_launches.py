@@ -28,10 +28,9 @@ from perf.ops.batch_norm import BatchNorm
 from perf.ops.layer_norm import LayerNorm
 from perf.ops.log_softmax import LogSoftmax
 from primitives.kernels.runtime import launch_cache
-from primitives.kernels.runtime.chips import CHIPS, use_chip
+from primitives.kernels.runtime.chips import CHIPS, use_chip, use_limits
 from primitives.kernels.runtime.kernel import INTERPRETED, Kernel, intercept, is_tracing, observe, tracing
 from primitives.kernels.runtime.launch_cache import repeatable
-from primitives.kernels.runtime.limits import use_limits
 from primitives.kernels.runtime.planned import set_advisor
 from primitives.testing._ptx.launching import StandInDriver
 from tests.kernels.calls import ROW_PLANS, channels_last, copying_calls, some_calls

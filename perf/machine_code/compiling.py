@@ -22,9 +22,8 @@ from perf.machine_code.table import Row
 from perf.ops.workload import Workload
 from perf.workloads import cases
 from primitives.kernels.batch_norm._plan import channel_programs
-from primitives.kernels.runtime.chips import CHIPS, use_chip
+from primitives.kernels.runtime.chips import CHIPS, limits_of, use_chip
 from primitives.kernels.runtime.kernel import intercept
-from primitives.kernels.runtime.limits import limits_of
 from primitives.testing._ptx.launching import StandInDriver
 
 # Registers that one thread can have. A compute unit of AMD has four register files of 512 registers for each lane, of

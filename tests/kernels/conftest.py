@@ -77,7 +77,7 @@ def interpreter(pytestconfig: pytest.Config, device: torch.device) -> None:
 @pytest.fixture
 def use_limits() -> Iterator[Callable[..., None]]:
     """Function that makes plans keep to other limits until the test ends: those of a chip that holds almost nothing."""
-    from primitives.kernels.runtime.limits import use_limits
+    from primitives.kernels.runtime.chips import use_limits
 
     with contextlib.ExitStack() as stack:
         yield lambda **limits: stack.enter_context(use_limits(**limits))

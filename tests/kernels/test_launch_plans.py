@@ -17,14 +17,16 @@ from primitives.kernels.batch_norm._plan import (
     plan_channel_transform,
 )
 from primitives.kernels.dropout._plan import plan_dropout, plan_philox
-from primitives.kernels.norms._plan import plan_layer_norm_params, plan_layer_norm_rows
-from primitives.kernels.norms._second_plan import plan_layer_norm_second_rows, plan_layer_norm_second_sums
-from primitives.kernels.rows.map_plan import plan_log_softmax
-from primitives.kernels.rows.plan import plan_param_reduce
+from primitives.kernels.norms._plan import (
+    plan_layer_norm_params,
+    plan_layer_norm_rows,
+    plan_layer_norm_second_rows,
+    plan_layer_norm_second_sums,
+)
+from primitives.kernels.rows.plan import plan_log_softmax, plan_param_reduce
 from primitives.kernels.runtime import planned as _planned
 from primitives.kernels.runtime.arithmetic import cdiv, next_power_of_2
-from primitives.kernels.runtime.chips import CHIPS, chip_from_properties, use_chip
-from primitives.kernels.runtime.limits import limits_of, use_limits
+from primitives.kernels.runtime.chips import CHIPS, chip_from_properties, limits_of, use_chip, use_limits
 
 CPU = torch.device("cpu")
 

@@ -9,7 +9,7 @@ import torch
 import primitives as pr
 from perf.ops import CASES, FAMILIES
 from perf.ops.samples import DTYPES
-from primitives.kernels.runtime.limits import Limits, use_limits
+from primitives.kernels.runtime.chips import Limits, use_limits
 from tests.call_properties import check_call, check_vmap_of_call, fullest
 from tests.properties import check_jvp, check_nesting, check_outputs, check_vjp, lie_anew, second_order
 from tests.support import dtype_id

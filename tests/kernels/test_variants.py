@@ -22,8 +22,7 @@ from perf.calls import Call
 from perf.ops import CASES
 from perf.ops.record import Op
 from perf.workloads import calls_of
-from primitives.kernels.runtime.chips import CHIPS, Chip, chip_of, use_chip
-from primitives.kernels.runtime.limits import use_limits
+from primitives.kernels.runtime.chips import CHIPS, Chip, chip_of, use_chip, use_limits
 from tests.kernels.calls import ROW_PLANS, Launched, launched_by
 from tests.kernels.truth import check_values
 

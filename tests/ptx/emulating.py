@@ -7,8 +7,7 @@ from typing import Any
 
 import primitives as pr
 from perf.calls import Call
-from primitives.kernels.runtime.chips import CHIPS, use_chip
-from primitives.kernels.runtime.limits import use_limits
+from primitives.kernels.runtime.chips import CHIPS, use_chip, use_limits
 from primitives.testing import KernelReport
 from tests.kernels.truth import check_values
 

@@ -4,8 +4,6 @@ A program owns BLOCK_ROWS rows of one head, and sweeps the keys that they see, B
 says what the arguments are.
 """
 
-# pyright: reportArgumentType=false, reportCallIssue=false, reportOptionalMemberAccess=false, reportOperatorIssue=false
-
 from __future__ import annotations
 
 import triton.language as tl

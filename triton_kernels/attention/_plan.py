@@ -8,8 +8,7 @@ import torch
 
 from ..runtime.arithmetic import MIN_MATMUL, next_power_of_2
 from ..runtime.candidates import attention_candidates
-from ..runtime.chips import Chip, chip_of
-from ..runtime.limits import limits_of
+from ..runtime.chips import Chip, chip_of, limits_of
 from ..runtime.planned import planned
 
 

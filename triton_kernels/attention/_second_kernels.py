@@ -11,9 +11,6 @@ owns keys, and sweeps the rows of every head that shares them. `_tiles` says wha
 have the strides of what they are tangents of, and o_bar, o_bar_dot, o, o_dot lie like o.
 """
 
-# pyright: reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false, reportOptionalMemberAccess=false
-# pyright: reportPossiblyUnboundVariable=false
-
 from __future__ import annotations
 
 import triton

@@ -21,9 +21,6 @@ its transpose: what a kernel multiplies with it later needs no transpose of its 
 log(2) within a kernel: a power of two takes one instruction.
 """
 
-# Triton declares constexpr parameters and tl.load as Python types, which the values that kernels pass are not.
-# pyright: reportArgumentType=false, reportCallIssue=false, reportOptionalMemberAccess=false
-
 from __future__ import annotations
 
 import triton

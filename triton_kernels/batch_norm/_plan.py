@@ -8,8 +8,7 @@ import torch
 
 from ..runtime.arithmetic import ACCESS_BYTES, CACHE_LINE_BYTES, MAX_CHANNEL_SPLITS, cdiv, next_power_of_2, row_warps
 from ..runtime.candidates import channel_candidates, warp_candidates
-from ..runtime.chips import Chip, chip_of
-from ..runtime.limits import limits_of
+from ..runtime.chips import Chip, chip_of, limits_of
 from ..runtime.planned import planned
 
 # Adjacent tiles of a program of a transform, where there are many. The programs that run at once then hold less of a

@@ -30,8 +30,7 @@ from torch import Tensor
 
 from ..runtime.numbers import accumulation_dtype
 from ..tuning import tunable
-from ._operands import Operands, Params, Relu, Results
-from ._steps import derivatives, forward
+from ._steps import Operands, Params, Relu, Results, derivatives, forward
 
 __all__ = [
     "batch_norm_bwd_jvp",

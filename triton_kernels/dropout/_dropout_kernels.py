@@ -5,9 +5,6 @@ BLOCK_ROWS rows and BLOCK_COLS columns. An element's random word is given by its
 strides and the tile.
 """
 
-# Triton declares constexpr parameters and tl.load as Python types, which the values that kernels pass are not.
-# pyright: reportArgumentType=false, reportCallIssue=false
-
 from __future__ import annotations
 
 import triton.language as tl

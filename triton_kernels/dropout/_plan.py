@@ -8,8 +8,7 @@ import torch
 
 from ..runtime.arithmetic import CACHE_LINE_BYTES, PHILOX_WORDS, next_power_of_2, row_warps
 from ..runtime.candidates import philox_candidates
-from ..runtime.chips import Chip, chip_of
-from ..runtime.limits import limits_of
+from ..runtime.chips import Chip, chip_of, limits_of
 from ..runtime.planned import planned
 
 

@@ -13,10 +13,6 @@ The first half of a gradient is the vjp, with the cotangents in the place of the
 vjp. Numbers of a row come behind the label: keep, and share where it is not zero.
 """
 
-# Pyright takes device functions for Python: it knows neither tuples of tiles nor what is settled at compile time.
-# pyright: reportArgumentType=false, reportCallIssue=false, reportAssignmentType=false, reportGeneralTypeIssues=false
-# pyright: reportPossiblyUnboundVariable=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
-
 from __future__ import annotations
 
 import math

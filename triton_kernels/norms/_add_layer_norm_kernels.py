@@ -7,10 +7,6 @@
 `mix` turns the loaded tiles into the operands of layer norm's functions: s and its tangent, or y_bar and s.
 """
 
-# Pyright takes device functions for Python: it knows neither tuples of tiles nor what is settled at compile time.
-# pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false
-# pyright: reportAssignmentType=false, reportGeneralTypeIssues=false, reportOptionalMemberAccess=false
-
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -25,8 +21,8 @@ from ..rows.tiles import nothing
 from ..runtime.numbers import cast
 from ..runtime.philox_steps import noise_of
 from ._launch import Backward
-from ._layer_norm_kernels import FORWARD_SUMS
-from ._layer_norm_steps import (
+from ._layer_norm_kernels import (
+    FORWARD_SUMS,
     bwd_columns,
     bwd_emit,
     bwd_terms,

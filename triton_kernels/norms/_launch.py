@@ -21,14 +21,12 @@ from ..rows.launch import (
     num_row_parts,
     sums_scratch,
 )
-from ..rows.map_plan import plan_log_softmax
-from ..rows.plan import RowPlan
+from ..rows.plan import RowPlan, plan_log_softmax
 from ..rows.view import channels_last_views, row_view
 from ..runtime.kernel import Kernel
 from ..runtime.numbers import accumulation_dtype, noise_numbers
 from ..runtime.views import device_guard, param_view, per_stream
-from ._plan import LAYER_NORM_MAX_SEGMENTS, plan_layer_norm_params, plan_layer_norm_rows
-from ._second_plan import plan_layer_norm_second_rows
+from ._plan import LAYER_NORM_MAX_SEGMENTS, plan_layer_norm_params, plan_layer_norm_rows, plan_layer_norm_second_rows
 
 # Tensors by name, None where one is absent.
 Tensors = Mapping[str, Tensor | None]

@@ -24,10 +24,6 @@ columns, sums of x_dot and of x_dot * x_hat. The sums of a row are, each with a 
 RMS norm has all this without the mean, the first, third and fifth sum, and the subtractions in C.
 """
 
-# Pyright takes device functions for Python: it knows neither tuples of tiles nor what is settled at compile time.
-# pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false
-# pyright: reportGeneralTypeIssues=false, reportAssignmentType=false
-
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -38,7 +34,7 @@ import triton.language as tl
 
 from ..rows.template import row_kernel, row_sums_kernel
 from ..rows.tiles import add_tiles, nothing, sums_of
-from ._layer_norm_steps import project, with_param_dots, x_hat_of
+from ._layer_norm_kernels import project, with_param_dots, x_hat_of
 
 
 @triton.jit

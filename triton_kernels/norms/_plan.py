@@ -1,14 +1,22 @@
-"""Plans of layer norm and its derivatives of first order."""
+"""Plans of layer norm and its derivatives of first and second order."""
 
 from __future__ import annotations
 
 import torch
 
 from ..rows.plan import RowPlan, SumPlan, loop_stages, resident_programs, sum_splits, sweep_plan
-from ..runtime.arithmetic import MAX_TILE_ROWS, cdiv, next_power_of_2, register_values, row_warps, tile_rows
+from ..runtime.arithmetic import (
+    ACCESS_BYTES,
+    MAX_TILE_ROWS,
+    cdiv,
+    next_power_of_2,
+    register_values,
+    row_splits,
+    row_warps,
+    tile_rows,
+)
 from ..runtime.candidates import row_candidates, sum_candidates
-from ..runtime.chips import Chip, chip_of
-from ..runtime.limits import limits_of
+from ..runtime.chips import Chip, chip_of, limits_of
 from ..runtime.planned import planned
 
 # Rows that the limits of plans count; of more, of which some are mixed into one, fewer columns fit.
@@ -90,3 +98,112 @@ def shared_tile(tile: int, block_cols: int, num_cols: int, num_rows: int, chip: 
     while is_filled and tile < largest and num_rows * block_cols >= 15 * tile * chip.num_processors:
         tile *= 2
     return tile
+
+
+# Rows whose sums do not fit in registers beside them take two passes over their operands: one kernel holds whole rows
+# for the row outputs, another one reads the operands again and owns columns, so that few accumulators stay in registers
+# over many rows.
+#
+# One pass that adds to a scratch row per program would keep the accumulators in the L2 cache: by calculation, not
+# measured, 8 bytes of cache traffic (a float32 read and written) per element of every row and sum. The second pass
+# costs 2 to 4 bytes per element and operand:
+#
+#     bytes per element of a row      scratch row (L2)    second pass, 2-byte    second pass, 4-byte
+#     double backward                 1 sum:   8          3 operands: 6          12
+#     jvp of the backward             2 sums: 16          4 operands: 8          16
+#     backward of the jvp             3 sums: 24          3 operands: 6          12
+#
+# So it pays for 2-byte operands nowhere, and for 4-byte ones only where a single sum is wanted; there each addition
+# would also wait for the load of what the row before it has stored.
+
+
+def _per_thread(is_wide: bool, itemsize: int) -> int:
+    """Values of each tensor in a thread: two loads of 16 bytes, or as many as registers allow."""
+    # A row's sums take as much of each thread, whatever it holds: with 16 values a jvp of the backward issues three
+    # quarters of the instructions that it does with 8. Of 4-byte operands a double backward takes 130 registers then,
+    # and elements that are loaded one by one take registers for their addresses.
+    return 16 if is_wide and itemsize == 2 else 8
+
+
+def _second_warps(num_values: int, per_thread: int, itemsize: int, chip: Chip) -> int:
+    # Of float64, whose values take two registers and whose division takes more, a quarter as in first order.
+    values = num_values * 16 // per_thread * 1024 // register_values(1024, itemsize, chip)
+    return row_warps(values, limits_of(chip).tile_threads, chip)
+
+
+def _stages(step_bytes: int, is_wide: bool, programs: int, chip: Chip) -> int:
+    limits = limits_of(chip)
+    if programs == 1 and is_wide and step_bytes <= limits.sweep_staged_bytes:
+        return limits.prefetch_stages
+    return loop_stages(step_bytes, 0, is_wide, chip)
+
+
+@planned(row_candidates)
+def plan_layer_norm_second_rows(
+    num_segments: int, num_rows: int, num_cols: int, itemsize: int, num_operands: int, device: torch.device | Chip,
+    is_aligned: bool = True,
+) -> RowPlan:  # fmt: skip
+    """Plan of the kernel of the second-order derivatives of layer norm that sums nothing over rows."""
+    chip = chip_of(device)
+    limits = limits_of(chip)
+    block_cols, is_wide = next_power_of_2(num_cols), is_aligned and num_cols * itemsize % ACCESS_BYTES == 0
+    if block_cols > register_values(limits.layer_norm_second_cols, itemsize, chip):
+        # 8 values of each tensor and of up to seven sums per thread: a program has a processor for itself.
+        tile = register_values(limits.layer_norm_second_sweep_cols, itemsize, chip)
+        if num_operands * tile * itemsize > limits.sweep_staged_bytes:
+            tile //= 2
+        col_splits = row_splits(num_segments * num_rows, num_cols, tile, chip)
+        stages = _stages(num_operands * tile * itemsize, is_wide, 1, chip)
+        return RowPlan(1, tile, _second_warps(tile, 8, itemsize, chip), True, col_splits, stages)
+    # Short rows share a program of one warp, without a barrier.
+    per_thread = _per_thread(is_wide, itemsize)
+    block_rows = tile_rows(register_values(per_thread * chip.warp_size, itemsize, chip), block_cols, num_rows)
+    return RowPlan(block_rows, block_cols, _second_warps(block_rows * block_cols, per_thread, itemsize, chip), False)
+
+
+@planned(sum_candidates)
+def plan_layer_norm_second_sums(
+    num_segments: int, num_rows: int, num_cols: int, itemsize: int, num_operands: int, num_sums: int, num_params: int,
+    device: torch.device | Chip, is_aligned: bool = True,
+) -> SumPlan:  # fmt: skip
+    """Plan of the kernel that sums the second-order derivatives of layer norm over the rows of each segment.
+
+    `num_sums` are the sums over rows, up to three, and `num_params` the parameters that are read.
+    """
+    chip = chip_of(device)
+    limits = limits_of(chip)
+    is_wide = is_aligned and num_cols * itemsize % ACCESS_BYTES == 0
+    block_cols = next_power_of_2(num_cols)
+    num_tiles = num_operands + num_sums + num_params
+    fits_once = block_cols <= register_values(limits.layer_norm_second_summed_cols, itemsize, chip)
+    per_thread = _per_thread(is_wide, itemsize)
+    is_long = not fits_once and block_cols <= 2 * limits.layer_norm_second_summed_cols and itemsize < 8
+    looped = not fits_once and not (is_long and num_tiles <= limits.layer_norm_second_long_tiles)
+    if not (looped or fits_once):
+        per_thread = 16
+    is_few = num_tiles <= limits.layer_norm_second_few_tiles or not fits_once
+    tile = per_thread * chip.warp_size
+    if looped:
+        # Whole cache lines of a row, and 8 values of each tensor and sum in each of four warps.
+        block_cols, per_thread, tile = limits.layer_norm_param_cols, 8, 1024
+    block_rows = tile_rows(register_values(tile, itemsize, chip), block_cols, num_rows)
+    num_warps = _second_warps(block_rows * block_cols, per_thread, itemsize, chip)
+    # Threads with 16 values of more tiles than that take up to 254 registers, and half as many fit a processor. Of
+    # 4,096 columns, two programs bound to 128 would spill 216 bytes and more, and issue a sixth more (58 to 67 of the
+    # 115 microseconds of an hvp's bytes on an H100, by the model); 16 warps with 8 values issue a quarter more.
+    resident = resident_programs(num_warps * (2 if per_thread == 16 and not is_few else 1), chip)
+    programs = resident * chip.num_processors
+    step_bytes = num_operands * block_rows * block_cols * itemsize
+    stages = _stages(step_bytes, is_wide, resident, chip)
+    if not (is_wide or looped) and num_sums > 2:
+        # Three sums and the addresses of a step under way spill.
+        stages = 1
+    if looped:
+        programs = max(programs // cdiv(num_cols, block_cols), 1)
+    num_splits = sum_splits(num_segments, num_rows, block_rows, programs, chip)
+    # Left alone, the compiler takes up to 180 registers for programs of eight warps that have room for 128, and for
+    # sm_100 up to 141 for fewer warps; and of long rows with elements that are loaded one by one, it loads one operand
+    # behind the other to save some.
+    takes_more = num_warps > 4 or chip.name == "sm_100"
+    is_bound = is_few and per_thread == 16 and (takes_more if fits_once else not is_wide)
+    return SumPlan(block_rows, block_cols, num_warps, num_splits, stages, looped, resident if is_bound else 0)

@@ -17,7 +17,7 @@ from ..runtime.views import device_guard
 from ..tuning import tunable
 from ._launch import Norm, Planes
 from ._layer_norm_second_kernels import ROWS, SUMS, layer_norm_second_planes_kernel
-from ._second_plan import plan_layer_norm_second_rows, plan_layer_norm_second_sums
+from ._plan import plan_layer_norm_second_rows, plan_layer_norm_second_sums
 
 __all__ = ["layer_norm_bwd_jvp", "layer_norm_double_backward"]
 

@@ -38,12 +38,6 @@ or else from these, the first for rows that are held, the others for rows that a
                                             (LEVEL 2), which have `sizes` columns; LAST if nothing follows
 """
 
-# Pyright takes device functions for Python, and does not know that a branch on constexpr flags is settled at compile
-# time.
-# pyright: reportArgumentType=false, reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false
-# pyright: reportCallIssue=false, reportOptionalCall=false, reportAssignmentType=false
-# pyright: reportAttributeAccessIssue=false
-
 from __future__ import annotations
 
 import triton

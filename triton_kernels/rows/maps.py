@@ -31,7 +31,7 @@ from ..runtime.numbers import accumulation_dtype, float64_bits
 from ..runtime.views import device_guard
 from ..tuning import tunable
 from .launch import Operands, RowSums, launch_rows
-from .map_plan import plan_log_softmax
+from .plan import plan_log_softmax
 from .template import row_kernel
 from .view import reduction_view
 

@@ -6,12 +6,6 @@ Tensors, and the functions of an op, are as in `rows`; one more function says wh
     COLUMNS(x, p, r, s, mask, num_cols)         the tiles of which the columns are summed
 """
 
-# Pyright takes device functions for Python, and does not know that a branch on constexpr flags is settled at compile
-# time.
-# pyright: reportArgumentType=false, reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false
-# pyright: reportCallIssue=false, reportOptionalCall=false, reportAssignmentType=false
-# pyright: reportAttributeAccessIssue=false, reportOptionalSubscript=false
-
 from __future__ import annotations
 
 import triton

@@ -5,11 +5,6 @@ tiles cannot have None in Triton: in the place of a tile that is absent is `noth
 Triton 3.6 cannot tell the length of such a tuple.
 """
 
-# Pyright takes device functions for Python, and does not know that a branch on constexpr flags is settled at compile
-# time.
-# pyright: reportArgumentType=false, reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false
-# pyright: reportCallIssue=false, reportAssignmentType=false
-
 from __future__ import annotations
 
 import enum

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from .chips import Chip
-from .limits import limits_of
+from .chips import Chip, limits_of
 
 # Triton refuses tensors of more elements than this per block.
 MAX_BLOCK_ELEMENTS = 1 << 20

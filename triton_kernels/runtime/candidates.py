@@ -7,8 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from .arithmetic import MAX_BLOCK_ELEMENTS, MAX_TILE_ROWS, MIN_MATMUL, PHILOX_WORDS, cdiv, next_power_of_2
-from .chips import Chip, chip_of
-from .limits import limits_of
+from .chips import Chip, chip_of, limits_of
 
 # While a step of a loop is reduced, n stages have n - 2 whole steps under way on NVIDIA, whose loops issue their copies
 # behind the reductions and wait at the top for all but the newest: two stages fetch nothing ahead. On AMD it is n - 1.

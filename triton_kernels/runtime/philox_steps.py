@@ -7,9 +7,6 @@ scale_high)`: the seeds of the segments, or one, and None for no noise; the rows
 goes through all; bits of the largest word that drops its element; and those of what the others are multiplied by.
 """
 
-# Triton declares constexpr parameters and tl.load as Python types, which the values that kernels pass are not.
-# pyright: reportArgumentType=false, reportCallIssue=false
-
 from __future__ import annotations
 
 import triton

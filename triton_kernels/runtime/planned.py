@@ -1,7 +1,7 @@
 """Plan functions, for which an advisor may answer, and what is to be forgotten when plans change.
 
-Every block size, number of warps, stage and split is decided in the `plan` modules of the rooms, by the numbers of
-`limits`. A plan is a frozen dataclass; the function that fills it states the reason for each number next to it. Numbers
+Every block size, number of warps, stage and split is decided in the `plan` modules of the rooms, by the `Limits`
+of chips. A plan is a frozen dataclass; the function that fills it states the reason for each number next to it. Numbers
 of columns (a model constant) may be compile-time constants of a kernel; numbers of rows never are, so that a new batch
 size compiles nothing.
 """

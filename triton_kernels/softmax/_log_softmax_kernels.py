@@ -17,9 +17,6 @@ Softmax, not `LOG`, with `P(v) = y * (v - sum(y * v))`; all derivatives are mult
 The jvp is the first result of the double backward by itself, the vjp its last.
 """
 
-# Pyright takes device functions for Python: it knows neither tuples of tiles nor what is settled at compile time.
-# pyright: reportArgumentType=false, reportCallIssue=false, reportAssignmentType=false, reportGeneralTypeIssues=false
-
 from __future__ import annotations
 
 import math

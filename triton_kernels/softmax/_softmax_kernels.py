@@ -1,8 +1,5 @@
 """Derivatives of softmax on the scaffold of `rows.maps`; `_log_softmax_kernels` has their formulas, and the forward."""
 
-# Pyright takes device functions for Python.
-# pyright: reportArgumentType=false, reportCallIssue=false
-
 from __future__ import annotations
 
 import triton

@@ -13,11 +13,6 @@ to which the end of a residual block adds a residual in y and y_dot, and a ReLU.
     beta = -scale * rstd * mean(y_bar * x_hat)
 """
 
-# Pyright takes device functions for Python: it knows neither constexpr arguments and branches nor what a kernel may
-# iterate over.
-# pyright: reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false, reportArgumentType=false
-# pyright: reportAssignmentType=false
-
 from __future__ import annotations
 
 import triton
