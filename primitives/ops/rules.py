@@ -137,7 +137,7 @@ def schema_of(options: type) -> str:
 
 
 def derivatives(
-    value: Primitive, kept: str, wrt: str, options: str, *, second: str = "", keeps: str = ""
+    value: Primitive, kept: str, wrt: str, options: str, *, second: str = "", keeps: str = "", linear: str = ""
 ) -> list[Primitive]:
     """The operators `<value>_bwd` and `<value>_jvp`, by which `value` gets its rules, and perhaps `<value>_bwd_jvp`.
 
@@ -154,6 +154,7 @@ def derivatives(
         options: Other arguments, as in a schema.
         second: The arguments whose tangents `bwd_jvp` takes; none where it is not asked for.
         keeps: What bwd and jvp keep beside tensors that are named here, for their own derivatives.
+        linear: The arguments that the results are linear in, whose tangents no other derivative needs.
     """
     spec, own, args = value.spec, kept.split(), wrt.split()
     types = {text.split()[1]: text.split()[0] for text in spec.schema.split(") -> ")[0][1:].split(", ")}
@@ -173,7 +174,8 @@ def derivatives(
         moved = f"{listed('Tensor?', results, '_bar_dot')}, {listed('Tensor?', second.split(), '_dot')}"
         bars_dot = listed("Tensor", args, "_bar_dot")
         schemas["bwd_jvp"] = f"({bars}, {of}, {moved}, {options}, bool[] output_mask) -> ({bars_dot})"
-    residuals = {"bwd": [*(f"{name}_bar" for name in results), *own], "jvp": [*own, *(f"{name}_dot" for name in args)]}
+    kept_dots = [f"{name}_dot" for name in args if name not in linear.split()]
+    residuals = {"bwd": [*(f"{name}_bar" for name in results), *own], "jvp": [*own, *kept_dots]}
     ops = []
     for suffix, schema in schemas.items():
         more = [name for name in keeps.split() if f" {name}" in schema]
@@ -214,18 +216,22 @@ def first_order(value: Primitive, bwd: Primitive, jvp: Primitive) -> None:
         return jvp(*first(residuals), *dots, *last(residuals))
 
 
+class _Call(SimpleNamespace):
+    """Values by name; of what is not there None."""
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
 def called(op: Callable[..., Any], residuals: Any, output_mask: Sequence[bool] | None = None, **given: Any) -> Any:
     """A primitive of what is given by name, else of residuals; what neither has is absent.
 
-    A function gets `output_mask`, and a function from names to these values.
+    A function gets `output_mask`, and these values as attributes.
     """
-
-    def value(name: str) -> Any:
-        return given[name] if name in given else getattr(residuals, name, None)
-
+    call = _Call(**{**residuals._asdict(), **given})
     if not isinstance(op, Primitive):
-        return op(output_mask, value)
-    args = [value(name) for name in op.spec.arguments]
+        return op(output_mask, call)
+    args = [getattr(call, name) for name in op.spec.arguments]
     return op(*args) if output_mask is None else op(*args[:-1], output_mask)
 
 

@@ -64,7 +64,7 @@ from primitives.ops.attention.blocks import in_blocks
 from primitives.ops.attention.cpu_attention import flash, flash_bwd
 from primitives.ops.attention.rows import Problem, Rows, flipped, noised
 from primitives.ops.axes import Axes, def_axes
-from primitives.ops.rules import accumulation_dtype, bind_family, derivatives, empty_output, second_order
+from primitives.ops.rules import bind_family, derivatives, empty_output, second_order
 
 # The arguments that say what attends to what, and what no derivative reaches.
 OPTIONS = "Tensor? mask, Tensor? seed, Tensor? offset, float scale, bool causal, float dropout_p"
@@ -91,34 +91,26 @@ attention_double_backward_p = Primitive(
 _ops = (attention_p, attention_bwd_p, attention_jvp_p)
 
 
-# Reference: for a block of rows at a time, on whose length no result depends.
+# For a block of rows at a time, on whose length no result depends; `in_blocks` puts results together.
 
 
-def forward(problem: Problem) -> tuple[Tensor, ...]:
+def forward(rows: Rows, output_mask: Sequence[bool]) -> tuple[Tensor, Tensor]:
     """O and lse."""
-
-    def of_rows(rows: Rows) -> tuple[Tensor, Tensor]:
-        p, lse = rows.probabilities()
-        return torch.bmm(noised(p, rows.noise()), rows.x.v), lse
-
-    return in_blocks(problem, of_rows, "os", (True, True))
+    p, lse = rows.probabilities()
+    return torch.bmm(noised(p, rows.noise()), rows.x.v), lse
 
 
-def bwd(problem: Problem, output_mask: Sequence[bool]) -> tuple[Tensor, ...]:
+def bwd(rows: Rows, output_mask: Sequence[bool]) -> tuple[Tensor | None, ...]:
     """q_bar, k_bar, v_bar and bias_bar; o and lse are computed where the problem does not have them."""
-
-    def of_rows(rows: Rows) -> tuple[Tensor | None, ...]:
-        x, noise, p = rows.x, rows.noise(), rows.probabilities()[0]
-        noisy_p = noised(p, noise)
-        r = rows.times(turning(rows, torch.bmm(noisy_p, x.v) if x.o is None else x.o, noise), p)
-        return (
-            rows.plus(None, r, x.k) if output_mask[0] else None,
-            rows.plus(None, flipped(r), x.q) if output_mask[1] else None,
-            rows.plus(None, noisy_p.mT, x.o_bar) if output_mask[2] else None,
-            r,
-        )
-
-    return in_blocks(problem, of_rows, "qkvb", output_mask)
+    x, noise, p = rows.x, rows.noise(), rows.probabilities()[0]
+    noisy_p = noised(p, noise)
+    r = rows.times(turning(rows, torch.bmm(noisy_p, x.v) if x.o is None else x.o, noise), p)
+    return (
+        rows.plus(None, r, x.k) if output_mask[0] else None,
+        rows.plus(None, flipped(r), x.q) if output_mask[1] else None,
+        rows.plus(None, noisy_p.mT, x.o_bar) if output_mask[2] else None,
+        r,
+    )
 
 
 def turning(rows: Rows, o: Tensor, noise: Tensor | None) -> Tensor | None:
@@ -136,18 +128,14 @@ def products(x: Tensor, y: Tensor, total: Tensor | None = None) -> Tensor:
     return found if total is None else found + total
 
 
-def jvp(problem: Problem) -> tuple[Tensor, ...]:
+def jvp(rows: Rows, output_mask: Sequence[bool]) -> tuple[Tensor, Tensor]:
     """o_dot and lse_dot; lse as in `bwd`."""
-
-    def of_rows(rows: Rows) -> tuple[Tensor, Tensor]:
-        p, lse_dot, centered = moving(rows)
-        noise = rows.noise()
-        o_dot = rows.plus(None, noised(p, noise), rows.x.v_dot)
-        if centered is not None:
-            o_dot = rows.plus(o_dot, noised(rows.times(centered, p), noise), rows.x.v)
-        return o_dot, lse_dot
-
-    return in_blocks(problem, of_rows, "os", (True, True))
+    p, lse_dot, centered = moving(rows)
+    noise = rows.noise()
+    o_dot = rows.plus(None, noised(p, noise), rows.x.v_dot)
+    if centered is not None:
+        o_dot = rows.plus(o_dot, noised(rows.times(centered, p), noise), rows.x.v)
+    return o_dot, lse_dot
 
 
 def moving(rows: Rows) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -160,37 +148,33 @@ def moving(rows: Rows) -> tuple[Tensor, Tensor, Tensor | None]:
     return p, lse_dot, rows.minus(scores_dot, lse_dot)
 
 
-def double_backward(problem: Problem, output_mask: Sequence[bool]) -> tuple[Tensor, ...]:
+def double_backward(rows: Rows, output_mask: Sequence[bool]) -> list[Tensor | None]:
     """The derivatives of L; o, lse, o_dot and lse_dot are computed where the problem does not have them."""
     needs_t = any(output_mask[i] for i in (2, 3, 5))
     needs_r = any(output_mask[i] for i in (2, 3, 6, 7, 9))
-
-    def of_rows(rows: Rows) -> list[Tensor | None]:
-        x, noise, (p, lse_dot, centered) = rows.x, rows.noise(), moving(rows)
-        noisy_p = noised(p, noise)
-        noisy_p_dot = None if centered is None else noised(p * centered, noise)
-        o = torch.bmm(noisy_p, x.v) if x.o is None else x.o
-        o_dot = x.o_dot
-        if o_dot is None and (output_mask[0] or needs_t):
-            o_dot = rows.plus(rows.plus(None, noisy_p, x.v_dot), noisy_p_dot, x.v)
-        turned = turning(rows, o, noise) if needs_r or needs_t else None
-        t = moved(rows, o, o_dot, centered, turned, noise) if needs_t else None
-        t, r = rows.times(t, p), rows.times(turned, p)
-        derivatives: tuple[Callable[[], Tensor | None], ...] = (
-            lambda: o_dot,
-            lambda: lse_dot,
-            lambda: rows.plus(rows.plus(None, t, x.k), r, x.k_dot),
-            lambda: rows.plus(rows.plus(None, flipped(t), x.q), flipped(r), x.q_dot),
-            lambda: rows.plus(rows.plus(None, flipped(noisy_p_dot), x.o_bar), noisy_p.mT, x.o_bar_dot),
-            lambda: t,
-            lambda: rows.plus(None, r, x.k),
-            lambda: rows.plus(None, flipped(r), x.q),
-            lambda: rows.plus(None, noisy_p.mT, x.o_bar),
-            lambda: r,
-        )
-        return [make() if want else None for make, want in zip(derivatives, output_mask, strict=True)]
-
-    return in_blocks(problem, of_rows, "osqkvbqkvb", output_mask)
+    x, noise, (p, lse_dot, centered) = rows.x, rows.noise(), moving(rows)
+    noisy_p = noised(p, noise)
+    noisy_p_dot = None if centered is None else noised(p * centered, noise)
+    o = torch.bmm(noisy_p, x.v) if x.o is None else x.o
+    o_dot = x.o_dot
+    if o_dot is None and (output_mask[0] or needs_t):
+        o_dot = rows.plus(rows.plus(None, noisy_p, x.v_dot), noisy_p_dot, x.v)
+    turned = turning(rows, o, noise) if needs_r or needs_t else None
+    t = moved(rows, o, o_dot, centered, turned, noise) if needs_t else None
+    t, r = rows.times(t, p), rows.times(turned, p)
+    derivatives: tuple[Callable[[], Tensor | None], ...] = (
+        lambda: o_dot,
+        lambda: lse_dot,
+        lambda: rows.plus(rows.plus(None, t, x.k), r, x.k_dot),
+        lambda: rows.plus(rows.plus(None, flipped(t), x.q), flipped(r), x.q_dot),
+        lambda: rows.plus(rows.plus(None, flipped(noisy_p_dot), x.o_bar), noisy_p.mT, x.o_bar_dot),
+        lambda: t,
+        lambda: rows.plus(None, r, x.k),
+        lambda: rows.plus(None, flipped(r), x.q),
+        lambda: rows.plus(None, noisy_p.mT, x.o_bar),
+        lambda: r,
+    )
+    return [make() if want else None for make, want in zip(derivatives, output_mask, strict=True)]
 
 
 def moved(
@@ -210,36 +194,56 @@ def moved(
     return torch.addcmul(total, centered, turned, out=rows.over(total))
 
 
-def problem_of(op: Primitive, args: Sequence[Any], *, in_place: bool = False) -> tuple[Problem, Sequence[bool]]:
-    """The problem of a call of `op`, and its `output_mask`."""
-    by_name = dict(zip(op.spec.arguments, args, strict=True))
-    output_mask = by_name.pop("output_mask", ())
-    problem = Problem(**by_name, in_place=in_place)
-    if problem.dtype != problem.q.dtype:
-        # Of rounded results the roundings would be left where a row's terms cancel.
-        problem = problem._replace(o=None, o_dot=None)
-    return problem, output_mask
-
-
-def without_results(op: Primitive, args: Sequence[Any]) -> tuple[Problem, Sequence[bool]]:
-    """The same without values of other arguments: taken from these again, so that a derivative reaches them."""
-    problem, output_mask = problem_of(op, args)
-    return problem._replace(**dict.fromkeys(op.spec.cached)), output_mask
+def stand_in(problem: Problem, kind: str) -> Tensor:
+    """Stands for a result of one of the kinds of `in_blocks`."""
+    if kind == "s":
+        return problem.q.new_empty(problem.q.shape[:-1], dtype=problem.dtype)
+    x = getattr(problem, {"o": "q", "b": "bias"}.get(kind, kind))
+    if kind == "b":
+        return x.new_empty(x.shape)
+    width = (problem.v if kind == "o" else x).shape[-1]
+    return x.new_empty((*x.shape[:-3], x.shape[-2], x.shape[-3], width)).transpose(-2, -3)
 
 
 def define_attention(
     op: Primitive,
-    formula: Callable[[Problem, Sequence[bool]], tuple[Tensor, ...]],
+    kinds: str,
+    formula: Callable[[Rows, Sequence[bool]], Sequence[Tensor | None]],
     by_aten: Callable[[Problem, Sequence[bool]], tuple[Tensor, ...] | None] = lambda problem, output_mask: None,
 ) -> None:
-    """Define `op` by a formula; on the CPU temporaries stay inside, and one call of ATen's comes first."""
+    """Define `op` by a formula for some rows, whose results are of `kinds`, those of `in_blocks`.
+
+    On the CPU temporaries stay inside, and one call of ATen's comes first.
+    """
+
+    def given(args: Sequence[Any], *, in_place: bool = False) -> tuple[Problem, Sequence[bool]]:
+        by_name = dict(zip(op.spec.arguments, args, strict=True))
+        output_mask = by_name.pop("output_mask", (True,) * len(kinds))
+        return Problem(**by_name, in_place=in_place), output_mask
+
+    def run(problem: Problem, output_mask: Sequence[bool]) -> tuple[Tensor, ...]:
+        return in_blocks(problem, lambda rows: formula(rows, output_mask), kinds, output_mask)
+
+    def reference(*args: Any) -> tuple[Tensor, ...]:
+        problem, output_mask = given(args)
+        # Values of other arguments are taken from these again, so that a derivative reaches them.
+        return run(problem._replace(**dict.fromkeys(op.spec.cached)), output_mask)
 
     def on_cpu(*args: Any) -> tuple[Tensor, ...]:
-        given = problem_of(op, args, in_place=True)
-        return by_aten(*given) or formula(*given)
+        problem, output_mask = given(args, in_place=True)
+        if problem.dtype != problem.q.dtype:
+            # Of rounded results the roundings would be left where a row's terms cancel.
+            problem = problem._replace(o=None, o_dot=None)
+        return by_aten(problem, output_mask) or run(problem, output_mask)
 
-    op.def_reference(lambda *args: formula(*without_results(op, args)))
+    def fake(*args: Any) -> tuple[Tensor, ...]:
+        problem, output_mask = given(args)
+        pairs = zip(kinds, output_mask, strict=True)
+        return tuple(stand_in(problem, kind) if want else empty_output(problem.q) for kind, want in pairs)
+
+    op.def_reference(reference)
     op.def_kernel("cpu")(on_cpu)
+    op.def_fake(fake)
 
 
 def _bwd_by_aten(problem: Problem, output_mask: Sequence[bool]) -> tuple[Tensor, ...] | None:
@@ -250,45 +254,10 @@ def _bwd_by_aten(problem: Problem, output_mask: Sequence[bool]) -> tuple[Tensor,
     return (*bars, empty_output(problem.q))
 
 
-define_attention(attention_p, lambda problem, _: forward(problem), lambda problem, _: flash(problem))
-define_attention(attention_bwd_p, bwd, _bwd_by_aten)
-define_attention(attention_jvp_p, lambda problem, _: jvp(problem))
-define_attention(attention_double_backward_p, double_backward)
-
-
-def empty_rows(q: Tensor, width: Any) -> Tensor:
-    """Stands for rows [*batch, H, N, width] like those of o."""
-    return q.new_empty((*q.shape[:-3], q.shape[-2], q.shape[-3], width)).transpose(-2, -3)
-
-
-def empty_statistic(q: Tensor) -> Tensor:
-    """Stands for a statistic [*batch, H, N]."""
-    return q.new_empty(q.shape[:-1], dtype=accumulation_dtype(q.dtype))
-
-
-def empty_bars(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> list[Any]:
-    """Stand for cotangents, or tangents, of these."""
-    return [*[empty_rows(x, x.shape[-1]) for x in (q, k, v)], None if bias is None else bias.new_empty(bias.shape)]
-
-
-def _fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    return empty_rows(q, v.shape[-1]), empty_statistic(q)
-
-
-@attention_bwd_p.def_fake
-def _bwd_fake(o_bar: Any, lse_bar: Any, *args: Any) -> tuple[Tensor, ...]:
-    return tuple(x if want else empty_output(args[0]) for x, want in zip(empty_bars(*args[:4]), args[-1], strict=True))
-
-
-@attention_double_backward_p.def_fake
-def _double_backward_fake(*args: Any) -> tuple[Tensor, ...]:
-    q, output_mask, bars = args[4], args[-1], [empty_bars(*args[4:8]) for _ in range(2)]
-    made = (empty_rows(q, args[6].shape[-1]), empty_statistic(q), *bars[0], *bars[1])
-    return tuple(x if want else empty_output(q) for x, want in zip(made, output_mask, strict=True))
-
-
-attention_p.def_fake(_fake)
-attention_jvp_p.def_fake(_fake)
+define_attention(attention_p, "os", forward, lambda problem, _: flash(problem))
+define_attention(attention_bwd_p, "qkvb", bwd, _bwd_by_aten)
+define_attention(attention_jvp_p, "os", jvp)
+define_attention(attention_double_backward_p, "osqkvbqkvb", double_backward)
 bind_family("attention.attention", "attention", *_ops, attention_double_backward_p)
 
 
@@ -317,9 +286,9 @@ def _axes(given: dict[str, Any]) -> Axes:
 def_axes(_axes, *_ops, attention_double_backward_p)
 
 
-def _bwd_jvp(output_mask: Sequence[bool], value: Callable[[str], Any]) -> tuple[Tensor, ...]:
+def _bwd_jvp(output_mask: Sequence[bool], call: Any) -> tuple[Tensor, ...]:
     """Tangents of the cotangents of q, k, v and bias, which are derivatives of L, too."""
-    given = {name: value(name) for name in attention_double_backward_p.spec.arguments[:-1]}
+    given = {name: getattr(call, name) for name in attention_double_backward_p.spec.arguments[:-1]}
     # o and lse move as the other arguments say: where their tangents are at hand, they are not computed again.
     if given["o_dot"] is None or given["lse_dot"] is None:
         given |= {"o_dot": None, "lse_dot": None}

@@ -18,8 +18,7 @@ dtype of the residual, which may be wider than that of x; y has `y_dtype`, that 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from operator import attrgetter
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -35,6 +34,7 @@ from primitives.ops.norms.layer_norm import (
     layer_norm_double_backward_p,
     layer_norm_jvp_p,
     layer_norm_p,
+    options_of,
     rows,
 )
 from primitives.ops.rules import (
@@ -43,6 +43,7 @@ from primitives.ops.rules import (
     cast_to_float32,
     define,
     empty_output,
+    first_order,
     schema_of,
     second_order,
 )
@@ -76,8 +77,6 @@ add_layer_norm_jvp_p = Primitive(
 )
 add_layer_norm_fwd_jvp_p = value_and_jvp(add_layer_norm_p, add_layer_norm_jvp_p)
 
-_of_norm = attrgetter(*NormOptions._fields)
-
 
 def _in(dtype: torch.dtype, t: Any) -> Any:
     return None if t is None else t.to(dtype)
@@ -103,7 +102,7 @@ def _added(
 
 
 def _value(_: tuple, c: Any) -> tuple[Tensor, ...]:
-    s, options = _added(c.residual, c.x, c.seed, c.p, c.batch_ndim, c.residual), _of_norm(c)
+    s, options = _added(c.residual, c.x, c.seed, c.p, c.batch_ndim, c.residual), options_of(c)
     if not c.rounded or s.dtype == c.y_dtype:
         y, mean, rstd = layer_norm_p(s, c.weight, c.bias, *options)
         return y.to(c.y_dtype), s, mean, rstd
@@ -119,7 +118,7 @@ def _cotangents(_: tuple, c: Any) -> tuple[Tensor, ...]:
     # In the dtype of sums, since what layer norm gives is added to before it is rounded.
     acc = accumulation_dtype(c.s.dtype)
     given = (c.y_bar.to(acc), c.s.to(acc), _in(acc, c.weight), c.mean, c.rstd)
-    bar, *param_bars = layer_norm_bwd_p(*given, *_of_norm(c), (want_x or want_residual, *want_params))
+    bar, *param_bars = layer_norm_bwd_p(*given, *options_of(c), (want_x or want_residual, *want_params))
     x_bar = residual_bar = empty_output(c.s)
     if want_residual:
         residual_bar = _added(c.s_bar, bar, None, c.p, c.batch_ndim, c.s)
@@ -140,7 +139,7 @@ def _tangents(_: tuple, c: Any) -> tuple[Tensor, Tensor]:
     s_dot = c.s.new_zeros(c.s.shape) if dot is None else dot.to(c.s.dtype, copy=True)
     if not (moves or params[1:] != [None, None]):
         return c.s.new_zeros(c.s.shape, dtype=c.y_dtype), s_dot
-    y_dot = layer_norm_jvp_p(wide, params[0], c.mean, c.rstd, dot, *params[1:], *_of_norm(c))
+    y_dot = layer_norm_jvp_p(wide, params[0], c.mean, c.rstd, dot, *params[1:], *options_of(c))
     return y_dot.to(c.y_dtype), s_dot
 
 
@@ -153,6 +152,7 @@ bind_family("norms.add_layer_norm", "add_layer_norm", *_of_sum, add_layer_norm_f
 _AXES = "x y s residual: *batch *rest *norm, weight bias: *batch *norm, mean rstd: *batch *rest, seed: *batch"
 # The noise of an element follows from its place in the whole.
 def_axes(lambda given: Axes(_AXES, "batch rest" if given["seed"] is None else ""), *_of_sum, add_layer_norm_fwd_jvp_p)
+first_order(add_layer_norm_p, add_layer_norm_bwd_p, add_layer_norm_jvp_p)
 
 
 @add_layer_norm_p.def_vjp
@@ -164,59 +164,49 @@ def _add_layer_norm_vjp(residuals: Any, cotangents: Any, output_mask: Any) -> di
     is_shared = output_mask.x and r.seed is None and r.y_dtype == r.s.dtype
     mask = (output_mask.x and not is_shared, output_mask.residual or is_shared, output_mask.weight, output_mask.bias)
     given = (c.y, c.s, r.s, r.weight, r.mean, r.rstd, r.seed, r.p)
-    out = dict(zip(output_mask._fields, add_layer_norm_bwd_p(*given, *_of_norm(r), mask), strict=False))
+    out = dict(zip(output_mask._fields, add_layer_norm_bwd_p(*given, *options_of(r), mask), strict=False))
     found = {**out, "x": out["residual"] if is_shared else out["x"]}
     return {name: bar for name, bar in found.items() if getattr(output_mask, name)}
-
-
-@add_layer_norm_p.def_jvp
-def _add_layer_norm_jvp(residuals: Any, tangents: Any) -> tuple[Tensor, Tensor]:
-    r, t = residuals, tangents
-    given = (r.s, r.weight, r.mean, r.rstd, t.x, t.residual, t.weight, t.bias, r.seed, r.p, r.y_dtype)
-    return add_layer_norm_jvp_p(*given, *_of_norm(r))
 
 
 # Second order. A tangent of s is what layer norm's rules take for one of x, and y_bar has the dtype of s there.
 
 
-def _gradient(output_mask: Sequence[bool], value: Callable[[str], Any]) -> tuple[Tensor | None, ...]:
+def _gradient(output_mask: Sequence[bool], c: Any) -> tuple[Tensor | None, ...]:
     """Of the pairing <y_bar, y_dot> + <s_bar, s_dot>, in what is named below."""
     want_y_bar, want_s_bar, *want_s, want_x_dot, want_residual_dot = output_mask[:6]
-    y_bar, s, s_dot, s_dot_bar = value("y_bar"), value("s"), value("s_dot"), value("s_bar")
-    noise = (value("seed"), value("p"), value("batch_ndim"))
-    if s_dot is None and (value("x_dot") is not None or value("residual_dot") is not None):
-        s_dot = _added(value("residual_dot"), value("x_dot"), *noise, s)
+    noise, s_dot, s_dot_bar = (c.seed, c.p, c.batch_ndim), c.s_dot, c.s_bar
+    if s_dot is None and (c.x_dot is not None or c.residual_dot is not None):
+        s_dot = _added(c.residual_dot, c.x_dot, *noise, c.s)
     moves = want_x_dot or want_residual_dot
     mask = (want_y_bar, *want_s, moves, *output_mask[6:])
     out: list[Any] = [None] * len(mask)
-    if y_bar is not None and any(mask):
-        given = (*map(value, ("weight", "mean", "rstd")), s_dot, value("weight_dot"), value("bias_dot"))
-        options = (*map(value, NormOptions._fields), mask)
-        out = list(layer_norm_double_backward_p(_in(s.dtype, y_bar), s, *given, *options))
+    if c.y_bar is not None and any(mask):
+        given = (_in(c.s.dtype, c.y_bar), c.s, c.weight, c.mean, c.rstd, s_dot, c.weight_dot, c.bias_dot)
+        out = list(layer_norm_double_backward_p(*given, *options_of(c), mask))
         s_dot_bar = out[3] if s_dot_bar is None or not moves else s_dot_bar + out[3]
     x_dot_bar = None
     if want_x_dot and s_dot_bar is not None:
-        x_dot_bar = _noisy(s_dot_bar, *noise).to(value("y_dtype"))
-    if y_bar is not None and want_y_bar:
-        out[0] = out[0].to(y_bar.dtype)
+        x_dot_bar = _noisy(s_dot_bar, *noise).to(c.y_dtype)
+    if c.y_bar is not None and want_y_bar:
+        out[0] = out[0].to(c.y_bar.dtype)
     return out[0], s_dot if want_s_bar else None, *out[1:3], x_dot_bar, s_dot_bar, *out[4:]
 
 
-def _bwd_jvp(output_mask: Sequence[bool], value: Callable[[str], Any]) -> tuple[Tensor, ...]:
+def _bwd_jvp(output_mask: Sequence[bool], c: Any) -> tuple[Tensor, ...]:
     """Tangents of the cotangents of x, residual, weight and bias."""
     want_x, want_residual, *want_params = output_mask
-    y_bar, s, s_bar_dot = value("y_bar"), value("s"), value("s_bar_dot")
-    dots = [value(name) for name in ("y_bar_dot", "s_dot", "weight_dot")]
+    dots = (_in(c.s.dtype, c.y_bar_dot), c.s_dot, c.weight_dot)
     # The cotangent of s is added: where it alone moves, nothing else of the rows does.
-    moves = s_bar_dot is None or any(dot is not None for dot in dots)
+    moves = c.s_bar_dot is None or any(dot is not None for dot in dots)
     mask = ((want_x or want_residual) and moves, *want_params)
-    given = (*map(value, ("weight", "mean", "rstd")), _in(s.dtype, dots[0]), *dots[1:])
-    bar_dot, *param_dots = layer_norm_bwd_jvp_p(_in(s.dtype, y_bar), s, *given, *map(value, NormOptions._fields), mask)
-    if s_bar_dot is not None:
-        bar_dot = bar_dot + s_bar_dot if mask[0] else s_bar_dot
-    x_bar_dot = residual_bar_dot = empty_output(s)
+    given = (_in(c.s.dtype, c.y_bar), c.s, c.weight, c.mean, c.rstd, *dots)
+    bar_dot, *param_dots = layer_norm_bwd_jvp_p(*given, *options_of(c), mask)
+    if c.s_bar_dot is not None:
+        bar_dot = bar_dot + c.s_bar_dot if mask[0] else c.s_bar_dot
+    x_bar_dot = residual_bar_dot = empty_output(c.s)
     if want_x:
-        x_bar_dot = _noisy(bar_dot, value("seed"), value("p"), value("batch_ndim")).to(y_bar.dtype)
+        x_bar_dot = _noisy(bar_dot, c.seed, c.p, c.batch_ndim).to(c.y_bar.dtype)
     if want_residual:
         residual_bar_dot = bar_dot
     return x_bar_dot, residual_bar_dot, *param_dots

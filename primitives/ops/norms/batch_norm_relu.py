@@ -41,8 +41,8 @@ from primitives.ops.norms.batch_norm_eval import (
     batch_norm_eval_jvp_p,
     batch_norm_eval_p,
 )
-from primitives.ops.norms.channels import contiguous_like
-from primitives.ops.rules import accumulation_dtype, bind_family, empty_output, first_order, second_order
+from primitives.ops.norms.channels import ChannelOptions, contiguous_like
+from primitives.ops.rules import accumulation_dtype, bind_family, derivatives, empty_output, schema_of, second_order
 
 
 def through(y: Tensor, v: Tensor) -> Tensor:
@@ -101,102 +101,73 @@ def _jvp_by(norm: Callable[..., Any]) -> Callable[..., Any]:
     return jvp
 
 
-def _with_relu(
-    norm: Primitive, bwd: Primitive, jvp: Primitive, kept: Sequence[str], launcher: str
-) -> tuple[Primitive, Primitive, Primitive, Primitive | None]:
-    """The operators of a norm with a residual and ReLU behind it; the last, of training alone, is value and tangent.
+def _with_relu(norm: Primitive, bwd: Primitive, jvp: Primitive, launcher: str) -> list[Primitive]:
+    """The operators of a norm with a residual and ReLU behind it, of training with one of value and tangent.
 
     Args:
         norm: The value of the norm.
         bwd: Its backward.
         jvp: Its jvp.
-        kept: What these take beside cotangents and tangents.
         launcher: What the names of their launchers in `primitives.kernels.batch_norm.batch_norm` begin with.
     """
-    name, is_training = norm.name.replace("batch_norm", "batch_norm_relu"), bool(norm.spec.state)
-    cached: dict[str, Any] = {"cached": kept[2:]} if is_training else {}
+    kept, is_training = bwd.spec.tensors[1:], bool(norm.spec.state)
     value = Primitive(
-        name,
+        norm.name.replace("batch_norm", "batch_norm_relu"),
         norm.spec.schema.replace("Tensor x,", "Tensor x, Tensor? residual,"),
         residuals=(*kept, "y"),
         statistics=norm.spec.statistics,
         state=norm.spec.state,
         recomputable=True,
     )
-    value_bwd = Primitive(
-        f"{name}_bwd",
-        bwd.spec.schema.replace("Tensor x,", "Tensor y, Tensor x,").replace("x_bar,", "x_bar, Tensor residual_bar,"),
-        residuals=("y_bar", "y", *kept) if is_training else (),
-        decomposable=True,
-        **cached,
-    )
-    value_jvp = Primitive(
-        f"{name}_jvp",
-        jvp.spec.schema.replace("Tensor x,", "Tensor y, Tensor x,").replace("x_dot,", "x_dot, Tensor? residual_dot,"),
-        residuals=("y", *kept, "x_dot", "weight_dot", "bias_dot") if is_training else (),
-        decomposable=True,
-        **cached,
-    )
-    both = value_and_jvp(value, value_jvp) if is_training else None
-    num_params = 2 if is_training else 4
-    for op, of, by in (
-        (value, norm, functools.partial(_forward_by, num_params=num_params)),
-        (value_bwd, bwd, _bwd_by),
-        (value_jvp, jvp, _jvp_by),
-    ):
+    wrt = " ".join(bwd.spec.outputs).replace("_bar", "").replace("x", "x residual")
+    ops = [value, *derivatives(value, " ".join(["y", *kept]), wrt, schema_of(ChannelOptions), linear="residual")]
+    forward_by = functools.partial(_forward_by, num_params=2 if is_training else 4)
+    for op, of, by in zip(ops, (norm, bwd, jvp), (forward_by, _bwd_by, _jvp_by), strict=True):
         op.def_reference(by(of.rule("reference")))
         if "cpu" in of.rules.kernels:
             op.def_kernel("cpu")(by(of.rules.cpu))
-    with_tangent = [] if both is None else [both]
-    bind_family("batch_norm.batch_norm", launcher, value, value_bwd, value_jvp, *with_tangent, relu=True)
-    first_order(value, value_bwd, value_jvp)
-    def_family_axes = def_axes_in_training if is_training else functools.partial(def_axes, AXES_IN_EVALUATION)
-    def_family_axes(value, value_bwd, value_jvp, *with_tangent)
-    return value, value_bwd, value_jvp, both
+    if is_training:
+        ops.append(value_and_jvp(value, ops[2]))
+    bind_family("batch_norm.batch_norm", launcher, *ops, relu=True)
+    (def_axes_in_training if is_training else functools.partial(def_axes, AXES_IN_EVALUATION))(*ops)
+    return ops
 
 
 batch_norm_relu_p, batch_norm_relu_bwd_p, batch_norm_relu_jvp_p, batch_norm_relu_fwd_jvp_p = _with_relu(
-    batch_norm_p, batch_norm_bwd_p, batch_norm_jvp_p, ("x", "weight", "mean", "rstd"), "batch_norm_train"
+    batch_norm_p, batch_norm_bwd_p, batch_norm_jvp_p, "batch_norm_train"
 )
 batch_norm_relu_eval_p, *_ = _with_relu(
-    batch_norm_eval_p,
-    batch_norm_eval_bwd_p,
-    batch_norm_eval_jvp_p,
-    ("x", "weight", "running_mean", "running_var"),
-    "batch_norm_eval",
+    batch_norm_eval_p, batch_norm_eval_bwd_p, batch_norm_eval_jvp_p, "batch_norm_eval"
 )
 
 
 # Second order of training: the norm's operators of m * y_bar.
 
 
-def _gradient(output_mask: Sequence[bool], value: Callable[[str], Any]) -> tuple[Tensor | None, ...]:
+def _gradient(output_mask: Sequence[bool], c: Any) -> tuple[Tensor | None, ...]:
     """Of the pairing, in what is named below."""
     want_y_bar, want_x, want_weight, _, *want_dots = output_mask
-    y, passed = value("y"), through(value("y"), value("y_bar"))
-    dots = [value(name) for name in ("x_dot", "weight_dot", "bias_dot")]
+    passed, dots = through(c.y, c.y_bar), (c.x_dot, c.weight_dot, c.bias_dot)
     moves = any(dot is not None for dot in dots)
     mask = (want_y_bar and moves, want_x and moves, want_weight and moves, *want_dots)
     found: list[Any] = [None] * len(mask)
     if any(mask):
-        given = (*map(value, ("x", "weight", "mean", "rstd")), *dots, value("eps"), value("batch_ndim"), mask)
-        out = batch_norm_double_backward_p(passed, *given)
+        out = batch_norm_double_backward_p(passed, c.x, c.weight, c.mean, c.rstd, *dots, c.eps, c.batch_ndim, mask)
         found = [bar if want else None for bar, want in zip(out, mask, strict=True)]
-    terms = [dot for dot in (found[0], value("residual_dot")) if dot is not None and want_y_bar]
+    terms = [dot for dot in (found[0], c.residual_dot) if dot is not None and want_y_bar]
     y_bar_bar: Any = sum(terms[1:], terms[0]) if terms else None
-    return None if y_bar_bar is None else through(y, y_bar_bar), *found[1:3], passed, *found[3:]
+    return None if y_bar_bar is None else through(c.y, y_bar_bar), *found[1:3], passed, *found[3:]
 
 
-def _bwd_jvp(output_mask: Sequence[bool], value: Callable[[str], Any]) -> tuple[Tensor, ...]:
+def _bwd_jvp(output_mask: Sequence[bool], c: Any) -> tuple[Tensor, ...]:
     """Tangents of the cotangents of x, residual, weight and bias."""
     want_x, want_residual, *want_params = output_mask
-    passed, passed_dot = (None if v is None else through(value("y"), v) for v in map(value, ("y_bar", "y_bar_dot")))
-    given = (*map(value, ("x", "weight", "mean", "rstd")), passed_dot, *map(value, ("x_dot", "weight_dot")))
-    options = value("eps"), value("batch_ndim"), (want_x, *want_params)
-    x_bar_dot, *param_dots = batch_norm_bwd_jvp_p(passed, *given, *options)
-    residual_bar_dot = empty_output(value("x"))
+    passed, passed_dot = (None if v is None else through(c.y, v) for v in (c.y_bar, c.y_bar_dot))
+    given = (passed, c.x, c.weight, c.mean, c.rstd, passed_dot, c.x_dot, c.weight_dot, c.eps, c.batch_ndim)
+    x_bar_dot, *param_dots = batch_norm_bwd_jvp_p(*given, (want_x, *want_params))
+    residual_bar_dot = empty_output(c.x)
     if want_residual:
-        residual_bar_dot = torch.zeros_like(value("y_bar")) if passed_dot is None else passed_dot
+        residual_bar_dot = torch.zeros_like(c.y_bar) if passed_dot is None else passed_dot
     return x_bar_dot, residual_bar_dot, *param_dots
 
 

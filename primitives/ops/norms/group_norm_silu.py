@@ -20,7 +20,7 @@ y_bar is y_dot. Shapes are those of `layer_norm.py`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ from primitives.ops.norms.layer_norm import (
     layer_norm_bwd_p,
     layer_norm_jvp_p,
     layer_norm_p,
+    options_of,
 )
 from primitives.ops.rules import (
     accumulation_dtype,
@@ -123,25 +124,23 @@ def_axes(GROUPS, *_ops)
 group_norm_silu_p.def_autocast("cuda")(cast_to_float32)
 
 
-def _bwd_jvp(output_mask: Sequence[bool], value: Callable[[str], Any]) -> tuple[Tensor, ...]:
+def _bwd_jvp(output_mask: Sequence[bool], c: Any) -> tuple[Tensor, ...]:
     """Tangents of the cotangents of x, weight and bias.
 
     In the dtype of sums: rounded in between, sums of many would be off by more than a rounding.
     """
-    given = [value(name) for name in ("x", "weight", "bias", "x_dot", "weight_dot", "bias_dot")]
-    x, weight, bias, _, *param_dots = _wide(*given)
-    y_bar, y_bar_dot, x_dot, mean, rstd = (value(name) for name in ("y_bar", "y_bar_dot", "x_dot", "mean", "rstd"))
-    options = [value(name) for name in NormOptions._fields]
+    options = options_of(c)
+    x, weight, bias, *param_dots = _wide(c.x, c.weight, c.bias, c.weight_dot, c.bias_dot)
     a, b = _slopes(layer_norm_p(x, weight, bias, *options)[0])
-    terms = [] if y_bar_dot is None else [a * y_bar_dot]
-    if any(dot is not None for dot in (x_dot, *param_dots)):
-        z_dot = layer_norm_jvp_p(x, weight, mean, rstd, x_dot, *param_dots, *options)
-        terms.append(b * y_bar * z_dot)
+    terms = [] if c.y_bar_dot is None else [a * c.y_bar_dot]
+    if any(dot is not None for dot in (c.x_dot, *param_dots)):
+        z_dot = layer_norm_jvp_p(x, weight, c.mean, c.rstd, c.x_dot, *param_dots, *options)
+        terms.append(b * c.y_bar * z_dot)
     z_bar_dot = sum(terms[1:], terms[0]) if terms else None
-    of_norm = (a * y_bar, x, weight, mean, rstd, z_bar_dot, x_dot, param_dots[0])
+    of_norm = (a * c.y_bar, x, weight, c.mean, c.rstd, z_bar_dot, c.x_dot, param_dots[0])
     x_bar_dot, *param_bars_dot = layer_norm_bwd_jvp_p(*of_norm, *options, output_mask)
-    dtype = x.dtype if weight is None else given[1].dtype
-    return x_bar_dot.to(given[0].dtype), *[bar.to(dtype) for bar in param_bars_dot]
+    dtype = x.dtype if weight is None else c.weight.dtype
+    return x_bar_dot.to(c.x.dtype), *[bar.to(dtype) for bar in param_bars_dot]
 
 
 second_order(group_norm_silu_bwd_p, group_norm_silu_jvp_p, _bwd_jvp)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -44,6 +45,8 @@ class NormOptions(NamedTuple):
     rounded: bool = False
     grouped: int = 0
 
+
+options_of = attrgetter(*NormOptions._fields)
 
 layer_norm_p = Primitive(
     "layer_norm",
