@@ -6,22 +6,22 @@ Triton is imported with the first launcher that is asked for, so that records (`
 
 from __future__ import annotations
 
+import csv
 import functools
 import importlib
 import inspect
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from primitives import use_backend
-from primitives._core import registered_primitives
-
-# A mode, the operands that are absent, and the `output_mask`.
-Step = tuple[str, Sequence[str], Sequence[bool] | None]
+from primitives._core import Primitive, registered_primitives
 
 # Large enough that the mean square of x_hat is visibly not 1, and far enough from a float32 number that rounding it to
 # one shows in float64.
@@ -53,6 +53,44 @@ def pairwise(count: int) -> list[tuple[bool, ...]]:
     return [*(tuple(number in up for up in ups) for number in range(size)), (True,) * count]
 
 
+class Step(NamedTuple):
+    """A call in a mode of an operation: a launcher, the operands that are absent, and those of which it differentiates.
+
+    With `x:seed`, it differentiates of x where there is a seed; without any names, of all.
+    """
+
+    launcher: str
+    absent: list[str]
+    results: list[str]
+
+
+@functools.cache
+def steps() -> dict[str, dict[str, list[Step]]]:
+    """The table `perf/ops/calls.csv`: steps by operation and mode.
+
+    Beside the modes of the bench it has kernels without sums for parameters (`x_only`), the double backward of all
+    gradients, a Hessian-vector product in reverse (`gradient_backward`), all results, which derivatives of third order
+    take, and batch norm by given statistics, which are differentiated too (`evaluation`).
+    """
+    found: dict[str, dict[str, list[Step]]] = {}
+    with (Path(__file__).parent / "ops" / "calls.csv").open(newline="", encoding="utf-8") as file:
+        for ops, modes, launcher, absent, results, _ in itertools.islice(csv.reader(file), 1, None):
+            for op, mode in itertools.product(ops.split(), modes.split()):
+                step = Step(launcher, absent.split(), results.split())
+                found.setdefault(op, {}).setdefault(mode, []).append(step)
+    return found
+
+
+def operator_of(launcher: str, given: Mapping[str, Any]) -> Primitive:
+    """The operator that a launcher of this name serves, with what it is given by name."""
+    name = launcher.replace("_train", "").removesuffix("_fwd").removesuffix("_words")
+    if given.get("silu"):
+        name = name.replace("layer_norm", "group_norm_silu")
+    if given.get("relu") or (name.startswith("batch_norm") and given.get("y") is not None):
+        name = name.replace("batch_norm", "batch_norm_relu")
+    return registered_primitives()[f"primitives::{name}"]
+
+
 class Call(NamedTuple):
     """A launcher and its arguments."""
 
@@ -77,8 +115,6 @@ class Operands:
 
     # The modules of kernels that have the launchers of the op, the one of its name first.
     MODULES: ClassVar[tuple[str, ...]]
-    # How many results there are to choose from, where they are not three.
-    RESULTS: ClassVar[dict[str, int]] = {}
     # Operands that are there if they are drawn, though a launcher can do without.
     NEVER_ABSENT: ClassVar[tuple[str, ...]] = ()
     # Arguments that a draw need not give.
@@ -107,9 +143,16 @@ class Operands:
     def call(self, mode: str, output_mask: Sequence[bool] | None = None) -> Call:
         """A call of one mode, by default of all its results."""
         launcher = self.modes()[mode]
-        output_mask = (True,) * self.RESULTS.get(mode, 3) if output_mask is None else output_mask
+        output_mask = [True] * len(self.results(mode)) if output_mask is None else output_mask
         given = {**vars(self), **self.derived(), "output_mask": output_mask}
         return Call(launcher, tuple(given[name] for name in inspect.signature(launcher).parameters))
+
+    def results(self, mode: str) -> list[str]:
+        """The operands of which a launcher gives derivatives, by name; the result that a map keeps is y."""
+        launcher = self.modes()[mode]
+        given = {name: vars(self).get(name) for name in inspect.signature(launcher).parameters}
+        outputs = operator_of(launcher.__name__, given).spec.outputs
+        return [re.sub("_bar(_dot)?$", "", name).replace("output", "y") for name in outputs]
 
     def calls(self, *modes: str) -> list[Call]:
         """A call of each of these modes, by default of all."""
@@ -120,16 +163,23 @@ class Operands:
         parameters = inspect.signature(self.modes()[mode]).parameters
         names = [name for name, parameter in parameters.items() if parameter.annotation == "Tensor | None"]
         names = [name for name in names if getattr(self, name) is not None and name not in self.NEVER_ABSENT]
-        num_results = self.RESULTS.get(mode, 3) if "output_mask" in parameters else 0
+        num_results = len(self.results(mode)) if "output_mask" in parameters else 0
         for choice in pairwise(len(names) + num_results):
             absent = [name for name, is_there in zip(names, choice, strict=False) if not is_there]
             # A launcher of tangents is called for one at least.
             if not mode.endswith("jvp") or any(name.endswith("_dot") and name not in absent for name in names):
                 yield self.change(**dict.fromkeys(absent)).call(mode, choice[len(names) :])
 
-    def steps(self, steps: Sequence[Step]) -> list[Call]:
-        """A call for each step."""
-        return [self.change(**dict.fromkeys(absent)).call(mode, mask) for mode, absent, mask in steps]
+    def steps(self, op: str, mode: str) -> list[Call]:
+        """The calls of a mode, as the table has them; nobody wants the derivative of what is absent."""
+        return [self.change(**dict.fromkeys(step.absent))._step(step) for step in steps()[op][mode]]
+
+    def _step(self, step: Step) -> Call:
+        if not step.results:
+            return self.call(step.launcher)
+        needs = {name: needed or name for name, _, needed in (text.partition(":") for text in step.results)}
+        there = (getattr(self, needs.get(name, ""), None) for name in self.results(step.launcher))
+        return self.call(step.launcher, tuple(operand is not None for operand in there))
 
     def derived(self) -> dict[str, Any]:
         """Arguments that follow from others: results of the forward pass, but for those that were drawn."""

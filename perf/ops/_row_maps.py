@@ -7,20 +7,11 @@ from typing import Any
 
 import torch
 
-from perf.calls import Call, Operands, Step, randoms
+from perf.calls import Operands, randoms
 from perf.ops.record import Op
 from perf.ops.samples import Sample, make_options, make_samples
-from perf.ops.workload import FIRST_ORDER, KERNEL_MODES, Workload
+from perf.ops.workload import Workload
 from primitives._core import registered_primitives
-
-# Beside the bench's modes: the launcher `double_backward` with some of its results and with all.
-_OUTPUT_MASKS = {
-    "double_backward": (True, True, False),
-    "backward_of_jvp": (False, True, True),
-    "x_only": (True, True, True),
-    "gradient_backward": (False, True, False),
-    "all_results": (True, True, True),
-}
 
 
 class RowMapOperands(Operands):
@@ -52,28 +43,13 @@ def row_map(
 ) -> Op:
     """The record of a map along the option `dim`, whose `call` and `truth` are given, with what else it has of its own.
 
-    Where second order is composed, its modes have no launchers.
-
     Args:
         name: As of `Op`.
         operands: Of the launchers.
         shapes: Of more samples, and their options.
         **parts: As of `Op`.
     """
-
-    def calls(workload: Workload, mode: str) -> list[Call]:
-        steps: dict[str, Sequence[Step]] = {
-            "forward": [("fwd", (), None)],
-            "backward": [("bwd", (), None)],
-            "jvp": [("fwd_jvp", (), None), ("jvp", (), None)],
-            "hvp": [("bwd_jvp", absent, None) for absent in (("y_bar_dot",), ())],
-            **{mode: [("double_backward", (), output_mask)] for mode, output_mask in _OUTPUT_MASKS.items()},
-        }
-        return operands.of(workload).steps(steps[mode])
-
     keeps_x = "x" in registered_primitives()[f"primitives::{name}_bwd"].spec.arguments
-    has_second = f"primitives::{name}_double_backward" in registered_primitives()
-    modes = KERNEL_MODES if has_second else FIRST_ORDER
     all_shapes = [
         ((13, 31), make_options(dim=0)),
         ((0, 5), make_options(dim=1)),
@@ -95,8 +71,7 @@ def row_map(
             Sample((8200, 17), make_options(dim=0)),
         ),
         "not_kept": ("y" if keeps_x else "x",),
-        "calls": calls,
-        "modes": (*modes, *(mode for mode in _OUTPUT_MASKS if has_second and mode not in KERNEL_MODES)),
+        "operands": operands.of,
         "options": lambda workload: {"dim": workload.dim},
     }
     return Op(name, **{**given, **parts})

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 import primitives as pr
-from perf.calls import EPS, Call, Operands, Step, randoms
+from perf.calls import EPS, Operands, randoms
 from perf.ops.dropout import SEED
 from perf.ops.layer_norm import with_params
 from perf.ops.philox_truth import true_noise
 from perf.ops.record import Op
 from perf.ops.samples import Sample, make_options, make_samples, true_norm
-from perf.ops.workload import DROPOUT_P, FIRST_ORDER, Workload
+from perf.ops.workload import DROPOUT_P, Workload
 from primitives.ops.norms.add_layer_norm import add_layer_norm_p
 from primitives.ops.norms.layer_norm import NormOptions
 
@@ -79,7 +79,6 @@ class AddLayerNorm(Operands):
     """Operands of the norm of a sum."""
 
     MODULES: ClassVar = ("norms.add_layer_norm",)
-    RESULTS: ClassVar = {"bwd": 4}
     DEFAULTS: ClassVar = {**NormOptions(1, EPS)._asdict(), "p": DROPOUT_P}
 
     @classmethod
@@ -91,38 +90,25 @@ class AddLayerNorm(Operands):
         seed = torch.arange(SEED, SEED + param_shape[0]) if dims.get("batch_ndim") else torch.tensor(SEED)
         return cls(**full_size, **params, **{"seed": seed, **dims})
 
+    @classmethod
+    def of(cls, workload: Workload, *, centered: bool) -> Any:
+        """With dropout where the workload is masked."""
+        operands = with_params(cls.draw(workload.shape, workload.torch_dtype), workload, centered=centered)
+        return operands if workload.masked else operands.change(seed=None)
+
     def derived(self) -> dict[str, Any]:
         """A sum, and its statistics."""
         s = (self.residual + self.x).contiguous()
         return {**self.value("layer_norm", **{**vars(self), "x": s}), "s": s, "y_dtype": self.x.dtype}
 
 
-def _calls(workload: Workload, mode: str, *, centered: bool) -> list[Call]:
-    """The calls of a mode, with dropout where the workload is masked."""
-    steps: dict[str, Sequence[Step]] = {
-        "forward": [("fwd", (), None)],
-        # At the end of the network nothing else takes the sum.
-        "backward": [
-            ("bwd", absent, (workload.masked, True, workload.affine, workload.affine and centered))
-            for absent in ((), ("s_bar",))
-        ],
-        "jvp": [("fwd_jvp", (), None), ("jvp", (), None)],
-        "x_only": [("bwd", (), (True, True, False, False))],
-    }
-    operands = AddLayerNorm.draw(workload.shape, workload.torch_dtype)
-    if not workload.masked:
-        operands = operands.change(seed=None)
-    return with_params(operands, workload, centered=centered).steps(steps[mode])
-
-
 def _functions(*, centered: bool) -> dict[str, Any]:
-    of = {"call": _call, "formula": _formula, "torch_function": _truth, "function": _function, "truth": _truth}
-    return {name: functools.partial(function, centered=centered) for name, function in {**of, "calls": _calls}.items()}
+    of = {"call": _call, "formula": _formula, "function": _function, "truth": _truth, "operands": AddLayerNorm.of}
+    return {n: functools.partial(f, centered=centered) for n, f in {**of, "torch_function": _truth}.items()}
 
 
 # Both summands become y and s; what is left of the cotangents of y and of s is that of both.
 _PASSES = {"forward": 4, "backward": 4, "jvp": 8, "forward_backward": 8}
-_MODES = (*FIRST_ORDER, "x_only")
 _ONE_AXIS = make_options(norm_ndim=1)
 _NOISY = make_options(norm_ndim=1, p=0.4)
 ADD_LAYER_NORM = Op(
@@ -147,7 +133,6 @@ ADD_LAYER_NORM = Op(
     tiny=Sample((1, 3), _NOISY, absent=("bias",)),
     large=(Sample((3, 8195), _NOISY), Sample((17_000, 9), _NOISY)),
     not_kept=("x", "residual", "bias", "y"),
-    modes=_MODES,
     rounds_twice=("forward", "fwd_jvp"),
     passes=_PASSES,
     num_params=2,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
@@ -17,13 +18,13 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import primitives as pr
-from perf.calls import Call, Operands, Step, random, randoms
+from perf.calls import Call, Operands, random, randoms
 from perf.ops.dropout import OFFSET, SEED
 from perf.ops.philox_truth import true_noise
 from perf.ops.record import Op
 from perf.ops.samples import Sample
 from perf.ops.samples import make_options as _options
-from perf.ops.workload import DROPOUT_P, MODES, Workload
+from perf.ops.workload import DROPOUT_P, Workload
 
 
 def _scaled_dot_product_attention(
@@ -96,7 +97,6 @@ class Attention(Operands):
     """Operands of attention; of tangents of the results the shape matters alone: None where second order finds them."""
 
     MODULES: ClassVar = ("attention.attention",)
-    RESULTS: ClassVar = {"bwd": 4, "double_backward": 10}
     DEFAULTS: ClassVar = {
         **dict.fromkeys(("bias", "bias_dot", "mask", "seed", "offset", "o_dot", "lse_dot")),
         **{"causal": False, "dropout_p": 0.0},
@@ -124,11 +124,9 @@ class Attention(Operands):
 
     def call(self, mode: str, output_mask: Sequence[bool] | None = None) -> Call:
         """As for all; no kernel has a cotangent of a bias that is absent or broadcast."""
-        count = self.RESULTS.get(mode, 0)
         has_bars = self.bias is not None and self.bias.shape == (*self.q.shape[:-1], self.k.shape[-2])
-        of_bias = {"bwd": {3}, "double_backward": {5, 9}}.get(mode, set())
-        output_mask = (True,) * count if output_mask is None else output_mask
-        output_mask = tuple(want and (has_bars or n not in of_bias) for n, want in enumerate(output_mask))
+        can_be = [has_bars or not name.startswith("bias") for name in self.results(mode)]
+        output_mask = can_be if output_mask is None else [*map(operator.and_, output_mask, can_be)]
         return super().call(mode, output_mask)
 
     def choices(self, mode: str) -> Iterator[Call]:
@@ -143,16 +141,6 @@ class Attention(Operands):
         return {**results, "bias_dot": given["bias_dot"], **{n: x for n, x in dots.items() if given[n] is not None}}
 
 
-# Derivatives of o_bar, lse_bar, then of q, k, v and bias and of their tangents; a bias has none where it is broadcast.
-_OF_PRIMALS, _OF_NONE = (True, True, True, False), (False,) * 4
-_OUTPUT_MASKS = {
-    "hvp": (False, False, *_OF_PRIMALS, *_OF_NONE),
-    "double_backward": (True, False, *_OF_PRIMALS, *_OF_NONE),
-    "backward_of_jvp": (False, False, *_OF_PRIMALS, *_OF_PRIMALS),
-    "all_results": (False, False, *_OF_PRIMALS, *_OF_PRIMALS),
-}
-
-
 def _operands(workload: Workload) -> Attention:
     batch, heads, tokens, _ = workload.shape
     options: dict[str, Any] = {"causal": workload.causal, "lse_bar": None, "lse_bar_dot": None}
@@ -164,22 +152,6 @@ def _operands(workload: Workload) -> Attention:
     return drawn.change(o_dot=drawn.o_bar, lse_dot=drawn.lse_bar, **options)
 
 
-def _calls(workload: Workload, mode: str) -> list[Call]:
-    steps: dict[str, list[Step]] = {
-        "forward": [("fwd", (), None)],
-        "backward": [("bwd", (), _OF_PRIMALS)],
-        "jvp": [("jvp", (), None)],
-    }
-    if mode not in steps:
-        # Where the jvp of the forward is at hand, so is o_dot. Where the loss follows at once, o_bar does not move.
-        given = ("o_dot", "lse_dot") if mode == "double_backward" else ()
-        moves = {"hvp": (("o_bar_dot",), ()), "all_results": ((),)}.get(mode, (("o_bar_dot",),))
-        steps[mode] = [("double_backward", (*given, *absent), _OUTPUT_MASKS[mode]) for absent in moves]
-    return _operands(workload).steps(steps[mode])
-
-
-# Its backward of a jvp has a target of its own.
-ATTENTION_MODES = MODES[:6]
 ATTENTION = Op(
     name="attention",
     call=_scaled_dot_product_attention,
@@ -207,8 +179,7 @@ ATTENTION = Op(
     first="q",
     like_first=("k", "v"),
     num_kept=2,
-    calls=_calls,
-    modes=(*ATTENTION_MODES, "all_results"),
+    operands=_operands,
     formula=_formula,
     options=lambda workload: {"causal": workload.causal, "grouped": workload.key_heads > 0},
     passes={},

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 import primitives as pr
-from perf.calls import EPS, Call, Operands, Step, random, randoms
-from perf.ops._norm_steps import NORM_MODES, norm_calls
+from perf.calls import EPS, Operands, random, randoms
 from perf.ops.record import Op
 from perf.ops.samples import ABSENT_PARAMS, LAYOUTS, Sample, affine, make_samples, true_norm
-from perf.ops.workload import FIRST_ORDER, Workload
+from perf.ops.workload import Workload
 
 MOMENTUM = 0.3
 
@@ -61,7 +60,6 @@ class BatchNorm(Operands):
     """Operands of batch norm in training and evaluation."""
 
     MODULES: ClassVar = ("batch_norm.batch_norm",)
-    RESULTS: ClassVar = {"double_backward": 6, "eval_bwd": 5}
     FULL_SIZE: ClassVar = "x y_bar x_dot y_bar_dot"
     DEFAULTS: ClassVar = {**dict.fromkeys(("y", "residual", "residual_dot")), "batch_ndim": 0, "relu": False}
 
@@ -80,20 +78,10 @@ class BatchNorm(Operands):
         params["running_var"] = random(*channels, dtype=torch.float64, seed=3).abs().add(0.1).to(param_dtype)
         return cls(**full_size, **params, batch_ndim=batch_ndim)
 
-
-def _calls(workload: Workload, mode: str) -> list[Call]:
-    operands = BatchNorm.draw(workload.shape, workload.torch_dtype, arrange=workload.arrange)
-    if workload.op != "batch_norm_eval" and mode != "evaluation":
-        return norm_calls(operands, mode, is_rows=False)
-    # Only the mode `"evaluation"` differentiates the running statistics.
-    has_all = mode == "evaluation"
-    absent = () if has_all else ("running_mean_dot", "running_var_dot")
-    steps: dict[str, Step] = {
-        "forward": ("eval_fwd", (), None),
-        "backward": ("eval_bwd", (), (True, True, True, has_all, has_all)),
-        "jvp": ("eval_jvp", absent, None),
-    }
-    return operands.steps(list(steps.values()) if has_all else [steps[mode]])
+    @classmethod
+    def of(cls, workload: Workload) -> Any:
+        """Operands of a workload."""
+        return cls.draw(workload.shape, workload.torch_dtype, arrange=workload.arrange)
 
 
 _CHANNEL_SHAPES = [
@@ -126,8 +114,7 @@ BATCH_NORM = Op(
     # Of each channel more values than any kernel adds up at once, in each layout.
     large=(Sample((2, 3, 17_000)), Sample((33_000, 5)), Sample((3, 9, 64, 90), layout="channels_last")),
     not_kept=("bias", "y", "running_mean", "running_var"),
-    calls=_calls,
-    modes=(*NORM_MODES, "evaluation"),
+    operands=BatchNorm.of,
     has_channels=True,
     num_params=2,
 )
@@ -144,6 +131,5 @@ BATCH_NORM_EVAL = BATCH_NORM.sibling(
     small=Sample((2, 2, 2)),
     tiny=Sample((2, 1)),
     not_kept=("bias", "y"),
-    modes=FIRST_ORDER,
     constants=_running,
 )

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 import primitives as pr
-from perf.calls import EPS, Call, Step
+from perf.calls import EPS
 from perf.ops.batch_norm import BATCH_NORM, BATCH_NORM_EVAL, MOMENTUM, NO_RUNNING, BatchNorm
 from perf.ops.record import Op
 from perf.ops.samples import Sample
-from perf.ops.workload import FIRST_ORDER, Workload
 from primitives.ops.norms.batch_norm_functions import batch_norm_of_tensors
 from primitives.ops.rules import weight_beside
 
@@ -52,29 +50,9 @@ def _truth(norm: Op, *tensors: Any) -> tuple:
 class BatchNormRelu(BatchNorm):
     """Operands of batch norm, and those of what follows it."""
 
-    RESULTS: ClassVar = {**BatchNorm.RESULTS, "train_bwd": 4, "eval_bwd": 6}
     NEVER_ABSENT: ClassVar = ("y",)
     FULL_SIZE: ClassVar = f"{BatchNorm.FULL_SIZE} y residual residual_dot"
     DEFAULTS: ClassVar = {"batch_ndim": 0, "relu": True}
-
-
-def _calls(workload: Workload, mode: str, *, training: bool) -> list[Call]:
-    """The calls of a mode, with a residual and without one."""
-    operands = BatchNormRelu.draw(workload.shape, workload.torch_dtype, arrange=workload.arrange)
-    prefix, of_params = ("train_", (True, True)) if training else ("eval_", (True, True, False, False))
-    # Given statistics are constants, as buffers are.
-    fixed = ("running_mean_dot", "running_var_dot")
-    alone = ("residual", "residual_dot", *fixed)
-    steps: dict[str, Sequence[Step]] = {
-        "forward": [(f"{prefix}fwd", absent, None) for absent in ((), ("residual",))],
-        "backward": [(f"{prefix}bwd", (), (True, residual, *of_params)) for residual in (True, False)],
-        "jvp": [
-            (f"{prefix}{name}", absent, None)
-            for name in (("fwd_jvp", "jvp") if training else ("jvp",))
-            for absent in (fixed, alone)
-        ],
-    }
-    return operands.steps(steps[mode])
 
 
 # The residual and its tangent are read, and its cotangent written.
@@ -102,8 +80,7 @@ BATCH_NORM_RELU = BATCH_NORM.sibling(
     large=(Sample((3, 9, 64, 90), layout="channels_last"),),
     not_kept=("residual", "bias", *NO_RUNNING),
     num_kept=2,
-    calls=functools.partial(_calls, training=True),
-    modes=FIRST_ORDER,
+    operands=BatchNormRelu.of,
     passes=_PASSES,
     constants=BATCH_NORM_EVAL.constants,
     kink=lambda *tensors: _sum(BATCH_NORM, *tensors)[0],
@@ -127,6 +104,5 @@ BATCH_NORM_RELU_EVAL = BATCH_NORM_RELU.sibling(
     small=Sample((2, 2, 2)),
     tiny=Sample((2, 1)),
     not_kept=("residual", "bias"),
-    calls=functools.partial(_calls, training=False),
     kink=lambda *tensors: _sum(BATCH_NORM_EVAL, *tensors)[0],
 )

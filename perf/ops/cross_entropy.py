@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import primitives as pr
-from perf.calls import Call, Operands, Step, randoms
+from perf.calls import Call, Operands, randoms
 from perf.ops.record import Op
 from perf.ops.samples import Sample, make_options, make_samples
 from perf.ops.workload import Workload
@@ -82,7 +82,6 @@ class CrossEntropy(Operands):
     """Operands of cross-entropy along `dim`; its derivatives take its result lse. A target of integers has labels."""
 
     MODULES: ClassVar = ("losses.cross_entropy",)
-    RESULTS: ClassVar = {"bwd": 2, "bwd_jvp": 2}
 
     @classmethod
     def draw(
@@ -99,28 +98,15 @@ class CrossEntropy(Operands):
         bars = randoms(names, (*shape[:dim], *shape[dim + 1 :]), torch.promote_types(dtype, torch.float32))
         return cls(**full_size, **bars, dim=dim, smoothing=smoothing)
 
+    @classmethod
+    def of(cls, workload: Workload) -> Any:
+        """With labels, as of a language model."""
+        return cls.draw(workload.shape, workload.dim % len(workload.shape), workload.torch_dtype)
 
-def _calls(workload: Workload, mode: str) -> list[Call]:
-    """Calls with labels, as of a language model, and with probabilities, which are smoothed, and a z-loss."""
-    fixed = ("loss_bar_dot", "lse_bar_dot")
-    steps: dict[str, list[Step]] = {
-        "forward": [("fwd", (), None)],
-        "backward": [("bwd", (), None)],
-        "jvp": [("fwd_jvp", (), None)],
-        "hvp": [("bwd_jvp", (), None)],
-        "double_backward": [("bwd_jvp", fixed, None), ("jvp", (), None)],
-    }
-    # Of labels the bench's, without z-loss: a second derivative is that of a loss linear in y.
-    plain = {
-        "backward": ("bwd", ("lse_bar",), (True, False)),
-        "hvp": ("bwd_jvp", ("lse_bar", *fixed), (True, False)),
-        "double_backward": ("bwd_jvp", ("lse_bar", *fixed), (True, False)),
-    }
-    dim = workload.dim % len(workload.shape)
-    operands = CrossEntropy.draw(workload.shape, dim, workload.torch_dtype)
-    soft = CrossEntropy.draw(workload.shape, dim, workload.torch_dtype, labels=False, smoothing=0.1)
-    of_labels = [plain[mode], *steps[mode][1:]] if mode in plain else steps[mode]
-    return [*operands.steps(of_labels), *soft.steps(steps[mode])]
+    def steps(self, op: str, mode: str) -> list[Call]:
+        """As for all, without z-loss; and with one and probabilities, which are smoothed."""
+        soft = CrossEntropy.draw(self.x.shape, self.dim, self.x.dtype, labels=False, smoothing=0.1)
+        return [*super().steps(op, mode), *Operands.steps(soft, f"soft_{op}", mode)]
 
 
 _SHAPES = [
@@ -153,7 +139,7 @@ CROSS_ENTROPY = Op(
     rounds_once=False,
     passes={"forward": 1, "backward": 2, "jvp": 2, "hvp": 3, "double_backward": 3, "forward_backward": 3},
     constants=_classes_of,
-    calls=_calls,
+    operands=CrossEntropy.of,
 )
 SOFT_CROSS_ENTROPY = CROSS_ENTROPY.sibling(
     "soft_cross_entropy",

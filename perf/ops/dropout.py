@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from perf.calls import Call, random
+from perf.calls import Call, Operands, random
 from perf.ops.philox_truth import true_noise
 from perf.ops.record import PASSES, Op
 from perf.ops.samples import Sample, make_options, make_samples
-from perf.ops.workload import DROPOUT_P, FIRST_ORDER, Workload
+from perf.ops.workload import DROPOUT_P, Workload
 from primitives.ops.dropout.dropout import dropout_p
 
 SEED, OFFSET = -(2**40) + 12345, 2**33 + 7
@@ -29,14 +29,26 @@ def _true_dropout(x: Tensor, p: float) -> Tensor:
     return x * true_noise(tuple(x.shape), SEED, OFFSET, p).to(x.device, x.dtype)
 
 
-def _calls(workload: Workload, mode: str) -> list[Call]:
-    """It is linear: each of its derivatives is itself."""
-    from primitives.kernels.dropout import dropout, philox
+class Dropout(Operands):
+    """Operands of dropout, and of the words of its samples."""
 
-    x, batch_ndim = random(*workload.shape, dtype=workload.torch_dtype), int(mode == "batched")
-    seed = torch.full(x.shape[:batch_ndim], SEED)
-    calls = [Call(dropout.dropout_fwd, (x, seed, None, DROPOUT_P, batch_ndim))]
-    return [*calls, Call(philox.philox_words, (seed, seed, x.shape[1:]))] if batch_ndim else calls
+    MODULES: ClassVar = ("dropout.dropout", "dropout.philox")
+
+    @classmethod
+    def of(cls, workload: Workload) -> Any:
+        """Random operands."""
+        return cls(x=random(*workload.shape, dtype=workload.torch_dtype), p=DROPOUT_P)
+
+    def steps(self, op: str, mode: str) -> list[Call]:
+        """As for all, with a seed, or one for each sample, whose words are drawn too."""
+        batch_ndim = int(mode == "batched")
+        seed = torch.full(self.x.shape[:batch_ndim], SEED)
+        noise = {"seed": seed, "offset": seed, "batch_ndim": batch_ndim, "size": self.x.shape[1:]}
+        return Operands.steps(self.change(**noise), op, mode)
+
+    def derived(self) -> dict[str, Any]:
+        """Nothing: each of its derivatives is itself."""
+        return {}
 
 
 DROPOUT = Op(
@@ -63,8 +75,7 @@ DROPOUT = Op(
     tiny=Sample((1, 3), make_options(p=0.4)),
     large=(Sample((3, 4099), make_options(p=0.4)),),
     not_kept=("x", "y"),
-    calls=_calls,
-    modes=(*FIRST_ORDER, "batched"),
+    operands=Dropout.of,
     # y_bar alone gives x_bar: what is dropped is drawn anew.
     passes={**PASSES, "backward": 2, "forward_backward": 4},
 )

@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from perf.calls import EPS, Call
-from perf.ops._norm_steps import norm_calls
+from perf.calls import EPS
 from perf.ops.layer_norm import CHANNELS_LAST, LAYER_NORM, LayerNorm, with_params
 from perf.ops.samples import ABSENT_PARAMS, LAYOUTS, Sample, make_options, make_samples, true_norm
-from perf.ops.workload import FIRST_ORDER, Workload
+from perf.ops.workload import Workload
 
 
 def _group_norm(functional: Any, x: Tensor, weight: Any = None, bias: Any = None, num_groups: int = 2) -> Tensor:
@@ -41,13 +40,12 @@ def _options(workload: Workload) -> dict[str, int]:
     return {"num_groups": 32 if workload.shape[1] % 32 == 0 else 2}
 
 
-def _calls(workload: Workload, mode: str, *, silu: bool = False) -> list[Call]:
+def _operands(workload: Workload, *, silu: bool = False) -> LayerNorm:
     samples, channels, *positions = workload.shape
     num_groups = _options(workload)["num_groups"]
     shape = (samples, num_groups, channels // num_groups, torch.Size(positions).numel())
     kind: Any = {"norm_ndim": 2, "grouped": CHANNELS_LAST if workload.channels_last else 1, "silu": silu}
-    operands = LayerNorm.draw(shape, workload.torch_dtype, **kind)
-    return norm_calls(with_params(operands, workload), mode, is_rows=True)
+    return with_params(LayerNorm.draw(shape, workload.torch_dtype, **kind), workload)
 
 
 _TWO, _ONE = make_options(num_groups=2), make_options(num_groups=1)
@@ -72,7 +70,7 @@ GROUP_NORM = LAYER_NORM.sibling(
     small=Sample((2, 4, 2), _TWO),
     tiny=Sample((1, 2, 2), _ONE),
     large=(Sample((1, 4, 17_000), _TWO), Sample((2_100, 4, 3), _TWO), Sample((2, 600, 9), _TWO)),
-    calls=_calls,
+    operands=_operands,
     options=_options,
 )
 # Its second order is products of full size, and group norm's.
@@ -85,6 +83,5 @@ GROUP_NORM_SILU = GROUP_NORM.sibling(
     truth=_true_group_norm_silu,
     samples=GROUP_NORM.samples,
     not_kept=("y",),
-    calls=functools.partial(_calls, silu=True),
-    modes=FIRST_ORDER,
+    operands=functools.partial(_operands, silu=True),
 )

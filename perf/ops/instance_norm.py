@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from perf.calls import EPS, Call
-from perf.ops.batch_norm import BATCH_NORM, MOMENTUM, NO_RUNNING, true_training_norm
+from perf.calls import EPS
+from perf.ops.batch_norm import BATCH_NORM, MOMENTUM, NO_RUNNING, BatchNorm, true_training_norm
 from perf.ops.samples import ABSENT_PARAMS, LAYOUTS, Sample, make_samples
 from perf.ops.workload import Workload
 from primitives.ops.norms.group_norm import pure_instance_norm
@@ -28,10 +28,10 @@ def _with_state(x: Tensor, weight: Any, bias: Any, *running: Any) -> tuple:
     return pure_instance_norm(x, *running, weight, bias, True, MOMENTUM, EPS)
 
 
-def _calls(workload: Workload, mode: str) -> list[Call]:
+def _operands(workload: Workload) -> BatchNorm:
     samples, channels, *positions = workload.shape
     shape = 1, samples * channels, math.prod(positions)
-    return BATCH_NORM.calls(dataclasses.replace(workload, shape=shape), mode)
+    return BatchNorm.of(dataclasses.replace(workload, shape=shape))
 
 
 INSTANCE_NORM = BATCH_NORM.sibling(
@@ -48,5 +48,5 @@ INSTANCE_NORM = BATCH_NORM.sibling(
     small=Sample((2, 2, 3)),
     tiny=Sample((1, 2, 2), absent=NO_RUNNING),
     large=(Sample((2, 3, 17_000)),),
-    calls=_calls,
+    operands=_operands,
 )

@@ -8,8 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from perf.calls import EPS, Call, Operands, randoms
-from perf.ops._norm_steps import NORM_MODES, norm_calls
+from perf.calls import EPS, Operands, randoms
 from perf.ops.record import Op
 from perf.ops.samples import ABSENT_PARAMS, Sample, make_options, make_samples, true_norm
 from perf.ops.workload import Workload
@@ -30,7 +29,6 @@ class LayerNorm(Operands):
     """Operands of layer norm."""
 
     MODULES: ClassVar = ("norms.layer_norm", "norms.layer_norm_second_order")
-    RESULTS: ClassVar = {"double_backward": 6}
     DEFAULTS: ClassVar = {**NormOptions(1, EPS)._asdict(), "silu": False}
 
     @classmethod
@@ -47,6 +45,11 @@ class LayerNorm(Operands):
         params = randoms("weight bias weight_dot bias_dot", param_shape, dtype, len(full_size))
         return cls(**full_size, **params, **dims)
 
+    @classmethod
+    def of(cls, workload: Workload, *, centered: bool = True) -> Any:
+        """Operands of a workload."""
+        return with_params(cls.draw(workload.shape, workload.torch_dtype), workload, centered=centered)
+
 
 def with_params(operands: Operands, workload: Workload, *, centered: bool = True) -> Any:
     """The operands without the parameters that the norm has not: one that is not centered has no bias."""
@@ -55,12 +58,6 @@ def with_params(operands: Operands, workload: Workload, *, centered: bool = True
         *["weight", "bias", "weight_dot", "bias_dot"] * (not workload.affine),
     ]
     return operands.change(centered=centered, **dict.fromkeys(absent))
-
-
-def row_norm_calls(workload: Workload, mode: str, *, centered: bool = True) -> list[Call]:
-    """The calls of a mode of a norm over rows."""
-    operands = LayerNorm.draw(workload.shape, workload.torch_dtype)
-    return norm_calls(with_params(operands, workload, centered=centered), mode, is_rows=True)
 
 
 _ONE_AXIS = make_options(norm_ndim=1)
@@ -87,7 +84,6 @@ LAYER_NORM = Op(
     tiny=Sample((1, 3), _ONE_AXIS),
     large=(Sample((3, 8195), _ONE_AXIS), Sample((17_000, 9), _ONE_AXIS), Sample((5, 16_500), _ONE_AXIS)),
     not_kept=("bias", "y"),
-    calls=row_norm_calls,
-    modes=NORM_MODES,
+    operands=LayerNorm.of,
     num_params=2,
 )

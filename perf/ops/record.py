@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import primitives as pr
-from perf.calls import Call
+from perf.calls import Call, steps
 from perf.ops.samples import DTYPES, LOW_PRECISION, Sample, arranged, normal
 from perf.ops.workload import KERNEL_MODES, RECORDS, Workload, workloads_of
 from primitives._core import Primitive, registered_primitives
@@ -27,11 +27,6 @@ __all__ = ["Op"]
 PASSES = {"forward": 2, "backward": 3, "jvp": 4, "hvp": 5, "double_backward": 5, "forward_backward": 5}
 # Arguments that are positive.
 POSITIVE = ("running_var", "target")
-
-
-def _no_calls(workload: Workload, mode: str) -> list[Call]:
-    op = workload.op
-    raise NotImplementedError(f"{op}: write the calls that the {mode} makes of its launchers, in perf/ops/{op}.py.")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -62,8 +57,7 @@ class Op:
         rounds_once: Whether what its derivatives are given has been rounded in no way that sums of theirs show.
         rounds_twice: Primitives whose outputs need not be rounded once: the input of the value was rounded before, as a
             sum, or the tangent is taken from the rounded value.
-        calls: The calls of launchers that a mode of a workload makes, on random numbers.
-        modes: All modes that `calls` knows.
+        operands: Random operands of the launchers for a workload, whose `steps` are the calls of its modes.
         passes: By the bench's mode, how often tensors of the size of x are touched at least; empty where a copy is
             nothing to compare with.
         products: By the bench's mode, how many products of matrices it takes over all pairs; empty where memory binds.
@@ -89,8 +83,7 @@ class Op:
     large: tuple[Sample, ...]
     not_kept: tuple[str, ...]
     differentiable: tuple[str, ...] = ()
-    calls: Callable[[Workload, str], list[Call]] = _no_calls
-    modes: tuple[str, ...] = KERNEL_MODES
+    operands: Callable[[Workload], Any] = lambda workload: None
     passes: Mapping[str, int] = dataclasses.field(default_factory=lambda: PASSES)
     products: Mapping[str, int] = dataclasses.field(default_factory=dict)
     options: Callable[[Workload], dict[str, Any]] = lambda workload: {}
@@ -117,6 +110,15 @@ class Op:
                 object.__setattr__(self, name, functools.partial(self.call, functions))
         object.__setattr__(self, "differentiable", self.differentiable or self.arguments)
         RECORDS.setdefault(self.name, self)
+
+    @property
+    def modes(self) -> tuple[str, ...]:
+        """Those whose calls are known; the bench's of an op that has no kernels of its own."""
+        return tuple(steps().get(self.name, KERNEL_MODES))
+
+    def calls(self, workload: Workload, mode: str) -> list[Call]:
+        """The calls of launchers that a mode of a workload makes, on random numbers."""
+        return self.operands(workload).steps(self.name, mode)
 
     def workloads(self, use: str) -> tuple[Workload, ...]:
         """Those that the table has for a use."""

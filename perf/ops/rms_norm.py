@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from perf.calls import EPS
-from perf.ops.layer_norm import LAYER_NORM, row_norm_calls, true_row_norm
+from perf.ops.layer_norm import LAYER_NORM, LayerNorm, true_row_norm
 
 
 def _rms_norm(functional: Any, x: Tensor, weight: Any = None, norm_ndim: int = 1) -> Tensor:
@@ -20,7 +20,6 @@ RMS_NORM = LAYER_NORM.sibling(
     ("x", "weight"),
     call=_rms_norm,
     truth=functools.partial(true_row_norm, centered=False),
-    # The heads of queries and keys.
-    calls=functools.partial(row_norm_calls, centered=False),
+    operands=functools.partial(LayerNorm.of, centered=False),
     num_params=1,
 )

@@ -7,9 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from perf.calls import EPS, MOMENTUM, Call
+from perf.calls import EPS, MOMENTUM, Call, operator_of
 from primitives import use_backend
-from primitives._core import registered_primitives
 from primitives.kernels.runtime.numbers import accumulation_dtype
 from primitives.ops.norms.layer_norm import NormOptions
 from tests.call_properties import Call as OperatorCall
@@ -29,16 +28,11 @@ class Exact(NamedTuple):
 
 def expected(call: Call, s: Tensor | None = None) -> list[Exact]:
     """True results of a call, of shape (0,) where not wanted. With `s`, that is the sum of x and residual."""
-    name = call.launcher.__name__.replace("_train", "").removesuffix("_fwd").removesuffix("_words")
     bound = inspect.signature(call.launcher).bind(*call.args).arguments
     given = {**NormOptions(1, EPS)._asdict(), "momentum": MOMENTUM, **bound}
     if given.get("offset", 0) is None and given["seed"] is not None:
         given["offset"] = torch.zeros_like(given["seed"])
-    if given.get("silu"):
-        name = name.replace("layer_norm", "group_norm_silu")
-    if given.get("relu") or (name.startswith("batch_norm") and given.get("y") is not None):
-        name = name.replace("batch_norm", "batch_norm_relu")
-    operator = registered_primitives()[f"primitives::{name}"]
+    operator = operator_of(call.launcher.__name__, given)
     # Statistics that a launcher finds anew, as references do.
     given = {
         **dict.fromkeys(operator.spec.cached, given.get("x", given.get("s"))),
