@@ -106,6 +106,12 @@ def torchs_module(name: str) -> Any:
     return next(info for info in module_db if info.module_cls.__name__ == name)
 
 
+def torchs_samples(info: Any, dtype: torch.dtype, *, requires_grad: bool = True) -> Iterable[Any]:
+    """Torch's samples of an operator, as `info.sample_inputs` has them after it has looked for its caller, a second."""
+    torch.manual_seed(0)
+    return info.sample_inputs_func(info, "cpu", dtype, requires_grad)
+
+
 def data(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
     """Normal numbers, those of a seed the same in every dtype."""
     return normal(shape, seed).to(dtype)

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import primitives as pr
 from primitives._audit.nestings import nested, perturbed_sum
 from primitives._repair.kernels import repairs
-from tests.support import randn
+from tests.support import randn, torchs_samples
 
 
 def _results(function, tensors):
@@ -82,7 +82,7 @@ def _is_near(op):
 def test_plain_code_gives_values_and_gradients_of_torch_bit_for_bit(op, count):
     if torch.float32 not in op.supported_dtypes("cpu"):
         pytest.skip("no float32 on the CPU")
-    samples = op.sample_inputs("cpu", torch.float32, requires_grad=op.supports_autograd)
+    samples = torchs_samples(op, torch.float32, requires_grad=op.supports_autograd)
     for sample in itertools.islice(samples, count):
         tensors = [x for x in tree_leaves((sample.input, sample.args, sample.kwargs)) if isinstance(x, torch.Tensor)]
 
@@ -156,7 +156,7 @@ def test_each_function_that_calls_an_operator_that_waits_has_its_kernel_in_a_tra
     torch.manual_seed(0)
     reached = set()
     for op in filter(_is_near, op_db):
-        for sample in itertools.islice(op.sample_inputs("cpu", torch.float32, requires_grad=True), 12):
+        for sample in itertools.islice(torchs_samples(op, torch.float32), 12):
             with contextlib.suppress(RuntimeError), _Seen() as seen:
                 tree_leaves(op(sample.input, *sample.args, **sample.kwargs))[0].sum().backward()
             if not seen.names & EARLY:

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves as leaves_of
 from torch.utils._pytree import tree_map, tree_map_only
 
 import primitives as pr
-from tests.support import torchs_module
+from tests.support import torchs_module, torchs_samples
 
 # Names in torch's table, and the function's.
 OPS = {
@@ -49,9 +49,8 @@ def infos(names):
 
 def samples(info):
     """For each sample: this package's function and torch's, the tensors that they differentiate, and their state."""
-    torch.manual_seed(0)
     name = OPS[info.name]
-    for sample in info.sample_inputs("cpu", torch.float64, requires_grad=True):
+    for sample in torchs_samples(info, torch.float64):
         args, kwargs = (sample.input, *sample.args), sample.kwargs
         noise = kwargs.get("p", 0.5) if name == "dropout" and kwargs.get("training", True) else 0.0
         if 0.0 < kwargs.get("dropout_p", noise) < 1.0:

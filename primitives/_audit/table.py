@@ -122,8 +122,8 @@ def _table() -> dict[str, tuple[Verdict, Verdict | None]]:
 
 def forget_table() -> None:
     """Have the table read again."""
-    _table.cache_clear()
-    verdicts_of.cache_clear()
+    for asked in (_table, is_tabled, verdicts_of):
+        asked.cache_clear()
 
 
 def _alike(plain: str) -> list[str]:
@@ -150,6 +150,7 @@ def _of_backward(plain: str, repaired: bool) -> Verdict | None:
     return Verdict(tuple(sorted(wrong)), tuple(sorted(raises))) if found else None
 
 
+@functools.cache
 def is_tabled(operator: OpOverload) -> bool:
     """Whether the table has a row of an operator, or of one that stands for it."""
     plain = name_of(operator)
