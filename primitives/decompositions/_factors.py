@@ -54,11 +54,7 @@ def cholesky_solve(self: Tensor, input2: Tensor, upper: bool = False) -> Tensor:
 
 @register_decomposition(aten.triangular_solve)
 def triangular_solve(
-    self: Tensor,
-    A: Tensor,  # noqa: N803 - ATen's name
-    upper: bool = True,
-    transpose: bool = False,
-    unitriangular: bool = False,
+    self: Tensor, A: Tensor, upper: bool = True, transpose: bool = False, unitriangular: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Solution of a triangular system, and the matrix."""
     _check_square("triangular_solve", A)
@@ -115,7 +111,7 @@ eigh_p = Primitive(
 
 
 @eigh_p.def_reference
-def _eigh_reference(A: Tensor, UPLO: str) -> tuple[Tensor, Tensor]:  # noqa: N803 - ATen's names
+def _eigh_reference(A: Tensor, UPLO: str) -> tuple[Tensor, Tensor]:
     return torch.linalg.eigh(A, UPLO)
 
 
@@ -127,7 +123,7 @@ def _by_gaps(x: Tensor, w: Tensor) -> Tensor:
 
 @eigh_p.def_vjp
 def _eigh_vjp(residuals: Any, cotangents: Any, output_mask: Any) -> dict[str, Tensor | None]:
-    w, V = residuals.w, residuals.V  # noqa: N806 - ATen's name
+    w, V = residuals.w, residuals.V
     terms = []
     if cotangents.w is not None:
         terms.append(torch.diag_embed(cotangents.w).to(V.dtype))
@@ -138,7 +134,7 @@ def _eigh_vjp(residuals: Any, cotangents: Any, output_mask: Any) -> dict[str, Te
 
 @eigh_p.def_jvp
 def _eigh_jvp(residuals: Any, tangents: Any) -> tuple[Tensor, Tensor]:
-    w, V = residuals.w, residuals.V  # noqa: N806 - ATen's name
+    w, V = residuals.w, residuals.V
     moved = V.mH @ tangents.A @ V
     return moved.diagonal(dim1=-2, dim2=-1).real, V @ _by_gaps(moved, w)
 
@@ -149,18 +145,14 @@ def _eigh_vmap(batch: Any, primals: Any) -> Any:
 
 
 @register_decomposition(aten._linalg_eigh)
-def linalg_eigh(
-    A: Tensor,  # noqa: N803 - ATen's name
-    UPLO: str = "L",  # noqa: N803
-    compute_v: bool = True,
-) -> tuple[Tensor, Tensor]:
+def linalg_eigh(A: Tensor, UPLO: str = "L", compute_v: bool = True) -> tuple[Tensor, Tensor]:
     """Eigenvalues and eigenvectors of hermitian matrices, of which a half is read and both halves move."""
     _check_square("linalg.eigh", A)
     require(UPLO.upper() in ("L", "U"), f"linalg.eigh: UPLO must be 'L' or 'U', got {UPLO!r}.")
     half = A.tril(-1) if UPLO.upper() == "L" else A.triu(1)
     diagonal = torch.diag_embed(A.diagonal(dim1=-2, dim2=-1).real).to(A.dtype)
     symmetric = (A + A.mH) / 2
-    w, V = eigh_p(symmetric + constant_p(half + half.mH + diagonal - symmetric), UPLO)  # noqa: N806
+    w, V = eigh_p(symmetric + constant_p(half + half.mH + diagonal - symmetric), UPLO)
     return w, V if compute_v else V.new_empty(0)
 
 
@@ -169,18 +161,18 @@ eig_p = Primitive("eig", _EIG, residuals=("w", "V"), namespace="primitives_decom
 
 
 @eig_p.def_reference
-def _eig_reference(A: Tensor, is_real: bool) -> tuple[Tensor, Tensor]:  # noqa: N803 - ATen's names
+def _eig_reference(A: Tensor, is_real: bool) -> tuple[Tensor, Tensor]:
     return torch.linalg.eig(A.real if is_real else A)
 
 
-def _of_one_length(x: Tensor, V: Tensor) -> Tensor:  # noqa: N803 - ATen's names
+def _of_one_length(x: Tensor, V: Tensor) -> Tensor:
     """`real(V^H x)` of each eigenvector and its column of `x`: how far these leave the length 1 of torch's vectors."""
     return (V.conj() * x).real.sum(-2, keepdim=True)
 
 
 @eig_p.def_vjp
 def _eig_vjp(residuals: Any, cotangents: Any, wanted: Any) -> dict[str, Tensor | None]:
-    w, V = residuals.w, residuals.V  # noqa: N806 - ATen's name
+    w, V = residuals.w, residuals.V
     terms = []
     if cotangents.w is not None:
         terms.append(torch.diag_embed(cotangents.w))
@@ -192,9 +184,9 @@ def _eig_vjp(residuals: Any, cotangents: Any, wanted: Any) -> dict[str, Tensor |
 
 @eig_p.def_jvp
 def _eig_jvp(residuals: Any, tangents: Any) -> tuple[Tensor, Tensor]:
-    w, V = residuals.w, residuals.V  # noqa: N806 - ATen's name
+    w, V = residuals.w, residuals.V
     moved = torch.linalg.solve(V, tangents.A @ V)
-    V_dot = V @ _by_gaps(moved, w)  # noqa: N806
+    V_dot = V @ _by_gaps(moved, w)
     return moved.diagonal(dim1=-2, dim2=-1), V_dot - V * _of_one_length(V_dot, V)
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from primitives._core.decomposition import decomposition_table, register_decomposition
+from primitives.decompositions._statistics import of_part
 
 aten = torch.ops.aten
 
@@ -31,7 +32,7 @@ def det_of_factors(factors: Tensor, pivots: Tensor) -> Tensor:
 
 
 @register_decomposition(aten._linalg_det)
-def linalg_det_factored(A: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # noqa: N803 - ATen's name
+def linalg_det_factored(A: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Determinant of matrices `[*, n, n]`, and their factors.
 
     The factors of a singular matrix have no derivative, its determinant has: with `s = P L D`, where D selects the k
@@ -57,40 +58,30 @@ def linalg_det_factored(A: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # noqa: N8
     return value.detach() + (smooth - smooth.detach()), factors, pivots
 
 
-@register_decomposition([aten.linalg_det, aten.det])
-def linalg_det(A: Tensor) -> Tensor:  # noqa: N803 - ATen's name
-    """The determinant of `linalg_det_factored`."""
-    return decomposition_table[aten._linalg_det.default](A)[0]
+of_part([aten.linalg_det, aten.det], aten._linalg_det.default, 0)
 
 
 @register_decomposition(aten._linalg_slogdet)
-def linalg_slogdet_factored(A: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # noqa: N803 - ATen's name
+def linalg_slogdet_factored(A: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Sign of the determinant of matrices `[*, n, n]`, logarithm of its size, and their factors."""
     factors, pivots, _ = torch.linalg.lu_factor_ex(A)
     diagonal = factors.diagonal(dim1=-2, dim2=-1)
     return _of_parity(diagonal.sgn().prod(-1), pivots), diagonal.abs().log().sum(-1), factors, pivots
 
 
-@register_decomposition([aten.linalg_slogdet, aten.slogdet])
-def linalg_slogdet(A: Tensor) -> tuple[Tensor, Tensor]:  # noqa: N803 - ATen's name
-    """The sign and the logarithm of `linalg_slogdet_factored`."""
-    return decomposition_table[aten._linalg_slogdet.default](A)[:2]
+of_part([aten.linalg_slogdet, aten.slogdet], aten._linalg_slogdet.default, slice(2))
 
 
 @register_decomposition(aten.logdet)
 def logdet(self: Tensor) -> Tensor:
     """Logarithm of the determinant: NaN where that is negative."""
-    sign, logarithm = linalg_slogdet(self)
+    sign, logarithm, *_ = linalg_slogdet_factored(self)
     return logarithm + sign.log()
 
 
 @register_decomposition(aten._linalg_solve_ex)
 def linalg_solve_factored(
-    A: Tensor,  # noqa: N803 - ATen's names
-    B: Tensor,  # noqa: N803
-    *,
-    left: bool = True,
-    check_errors: bool = False,
+    A: Tensor, B: Tensor, *, left: bool = True, check_errors: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Solution X of `A X = B` (`X A = B` if not `left`), the factors of A, and whether it is singular."""
     factors, pivots, info = torch.linalg.lu_factor_ex(A)
@@ -112,20 +103,14 @@ def linalg_solve_factored(
 
 
 @register_decomposition(aten.linalg_solve_ex)
-def linalg_solve_ex(
-    A: Tensor,  # noqa: N803 - ATen's names
-    B: Tensor,  # noqa: N803
-    *,
-    left: bool = True,
-    check_errors: bool = False,
-) -> tuple[Tensor, Tensor]:
+def linalg_solve_ex(A: Tensor, B: Tensor, *, left: bool = True, check_errors: bool = False) -> tuple[Tensor, Tensor]:
     """The solution of `linalg_solve_factored`, and whether the matrix is singular."""
     found = decomposition_table[aten._linalg_solve_ex.default](A, B, left=left, check_errors=check_errors)
     return found[0], found[3]
 
 
 @register_decomposition(aten.linalg_solve)
-def linalg_solve(A: Tensor, B: Tensor, *, left: bool = True) -> Tensor:  # noqa: N803 - ATen's names
+def linalg_solve(A: Tensor, B: Tensor, *, left: bool = True) -> Tensor:
     """The solution; a singular matrix is an error."""
     solution, info = linalg_solve_ex(A, B, left=left)
     torch._linalg_check_errors(info, "torch.linalg.solve", is_matrix=A.dim() == 2)  # type: ignore[attr-defined]

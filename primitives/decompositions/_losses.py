@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._ops import OpOverload
 
-from primitives._core.decomposition import decomposition_table, register_decomposition
+from primitives._core.decomposition import register_decomposition
 from primitives.decompositions._norm_checks import require
-from primitives.decompositions._statistics import accumulated, constant_p
+from primitives.decompositions._statistics import accumulated, constant_p, of_part
 
 aten = torch.ops.aten
 
@@ -108,10 +108,7 @@ def log_sigmoid_forward(self: Tensor) -> tuple[Tensor, Tensor]:
     return output, self.new_zeros(0) if self.is_cuda else small
 
 
-@register_decomposition(aten.log_sigmoid)
-def log_sigmoid(self: Tensor) -> Tensor:
-    """The output of `log_sigmoid_forward`."""
-    return decomposition_table[aten.log_sigmoid_forward.default](self)[0]
+of_part(aten.log_sigmoid, aten.log_sigmoid_forward.default, 0)
 
 
 @register_decomposition([aten.nll_loss_backward, aten.nll_loss2d_backward])

@@ -14,7 +14,14 @@ from torch import Tensor
 
 from primitives._core.decomposition import decomposition_table, register_decomposition
 from primitives.decompositions._norm_checks import check_group_norm, check_layer_norm
-from primitives.decompositions._statistics import accumulated, channel_shape, moments, saved_dtype, scaled
+from primitives.decompositions._statistics import (
+    accumulated,
+    channel_shape,
+    moments,
+    of_part,
+    saved_dtype,
+    scaled,
+)
 
 aten = torch.ops.aten
 
@@ -50,14 +57,7 @@ def layer_norm(
 
 @register_decomposition(aten.native_group_norm)
 def native_group_norm(
-    input: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    N: int,  # noqa: N803 - ATen's names
-    C: int,  # noqa: N803
-    HxW: int,  # noqa: N803
-    group: int,
-    eps: float,
+    input: Tensor, weight: Tensor | None, bias: Tensor | None, N: int, C: int, HxW: int, group: int, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Group norm of `[N, C, *]`: y, and mean and rstd of shape `[N, group]`."""
     check_group_norm("group_norm", input, group, weight, bias)
@@ -95,7 +95,4 @@ def weight_norm_interface(v: Tensor, g: Tensor, dim: int = 0) -> tuple[Tensor, T
     return v * (g / norms), norms
 
 
-@register_decomposition(aten._weight_norm)
-def weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
-    """The weight of `weight_norm_interface`."""
-    return decomposition_table[aten._weight_norm_interface.default](v, g, dim)[0]
+of_part(aten._weight_norm, aten._weight_norm_interface.default, 0)

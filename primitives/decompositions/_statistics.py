@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
+from primitives._core.decomposition import decomposition_table, register_decomposition
 from primitives._core.primitive import Primitive
 
-__all__ = ["accumulated", "channel_shape", "constant_p", "moments", "saved_dtype", "scaled"]
+__all__ = ["accumulated", "channel_shape", "constant_p", "moments", "of_part", "saved_dtype", "scaled"]
 
 # A value that no mode differentiates: Tensor.detach stops reverse mode alone.
 constant_p = Primitive(
@@ -17,6 +21,11 @@ constant_p.def_reference(lambda x: x.clone())
 constant_p.def_vjp(lambda residuals, cotangents, output_mask: {})
 constant_p.def_jvp(lambda residuals, tangents: ())
 constant_p.def_vmap(lambda batch, primals: (constant_p(primals.x), batch.axes.x))
+
+
+def of_part(ops: Any, whole: OpOverload, part: int | slice) -> None:
+    """Give operators, as their decomposition, some results of that of another one, which takes the same arguments."""
+    register_decomposition(ops)(lambda *args, **kwargs: decomposition_table[whole](*args, **kwargs)[part])
 
 
 def accumulated(x: Tensor) -> Tensor:

@@ -213,14 +213,21 @@ def primals_call(
     return FlatCall(function, func, primals, {}, options, root="primals", has_aux=has_aux, allowed=allowed)
 
 
-def named_like(function: str, func: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorator that gives a transformed function the name and documentation of `func`.
+def transformed(
+    function: str, func: Callable[..., Any], options: dict[str, Any], run: Callable[..., Any], *arguments: Any
+) -> Callable[..., Any]:
+    """What the transform named `function` makes of `func`: `run(given, *arguments)`, `given` as `FlatCall` takes it.
 
-    Attributes are left behind: those of `torch.compile` belong to one function and not to what wraps it. `function` is
-    the name of the transform, for the error of a `func` that cannot be called.
+    It has the name and documentation of `func`. Attributes are left behind: those of `torch.compile` belong to one
+    function and not to what wraps it.
     """
     check_callable(function, func)
-    return functools.wraps(func, updated=())
+
+    @functools.wraps(func, updated=())
+    def result(*args: Any, **kwargs: Any) -> Any:
+        return run((function, func, args, kwargs, options), *arguments)
+
+    return result
 
 
 def wrap_argnums(function: str, argnums: Any, num_args: int) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from primitives._core.typing import PyTree
-from primitives.func._calls import FlatCall, eager_after_break, named_like
+from primitives.func._calls import FlatCall, eager_after_break, transformed
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -49,12 +49,7 @@ def functionalize(
         ['clone', 'add']
     """
     options = {"namespace": namespace, "is_leaf": is_leaf}
-
-    @named_like("functionalize", func)
-    def functionalized(*args: Any, **kwargs: Any) -> Any:
-        return _functionalized(("functionalize", func, args, kwargs, options), remove)
-
-    return functionalized
+    return transformed("functionalize", func, options, _functionalized, remove)
 
 
 @eager_after_break

@@ -10,13 +10,7 @@ from torch import Tensor
 from torch._functorch.eager_transforms import _jvp_with_argnums, _vjp_with_argnums
 
 from primitives._core.batching import rewinder
-from primitives.func._calls import (
-    FlatCall,
-    check_vmap_options,
-    eager_after_break,
-    named_like,
-    wrap_argnums,
-)
+from primitives.func._calls import FlatCall, check_vmap_options, eager_after_break, transformed, wrap_argnums
 
 _P = ParamSpec("_P")
 
@@ -67,7 +61,7 @@ def jacrev(
                 [0., 4.]])}}
     """
     options = {"namespace": namespace, "is_leaf": is_leaf}
-    return _transformed("jacrev", func, options, argnums, has_aux, randomness, chunk_size)
+    return _matrix("jacrev", func, options, argnums, has_aux, randomness, chunk_size)
 
 
 def jacfwd(
@@ -92,7 +86,7 @@ def jacfwd(
                 [0., 3.]]), tensor([1., 2.]))
     """
     options = {"namespace": namespace, "is_leaf": is_leaf}
-    return _transformed("jacfwd", func, options, argnums, has_aux, randomness, chunk_size)
+    return _matrix("jacfwd", func, options, argnums, has_aux, randomness, chunk_size)
 
 
 def hessian(
@@ -124,26 +118,18 @@ def hessian(
     return jacfwd(jacrev(func, argnums, **keywords), argnums, chunk_size=chunk_size, **keywords)
 
 
-def _transformed(function: str, func: Callable, options: dict[str, Any], *arguments: Any) -> Callable[..., Any]:
+def _matrix(function: str, func: Callable, options: dict[str, Any], *arguments: Any) -> Callable[..., Any]:
     """The function that a transform returns; its own arguments are checked at once."""
     check_vmap_options(function, arguments[2], "chunk_size", arguments[3])
-
-    @named_like(function, func)
-    def jacobian(*args: Any, **kwargs: Any) -> Any:
-        return _jacobian(function, func, args, kwargs, options, *arguments)
-
-    return jacobian
+    return transformed(function, func, options, _jacobian, *arguments)
 
 
 @eager_after_break
-def _jacobian(
-    function: str, func: Callable, args: tuple, kwargs: dict, options: dict[str, Any], argnums: Any, has_aux: bool,
-    randomness: str, chunk_size: int | None,
-) -> Any:  # fmt: skip
-    call = FlatCall(function, func, args, kwargs, options, has_aux=has_aux, allowed="real")
-    positions = call.differentiated(wrap_argnums(function, argnums, call.num_args))
+def _jacobian(given: tuple, argnums: Any, has_aux: bool, randomness: str, chunk_size: int | None) -> Any:
+    call = FlatCall(*given, has_aux=has_aux, allowed="real")
+    positions = call.differentiated(wrap_argnums(call.function, argnums, call.num_args))
     inputs = [call.tensors[i] for i in positions]
-    blocks, aux = (_rows if function == "jacrev" else _columns)(call, positions, inputs, randomness, chunk_size)
+    blocks, aux = (_rows if call.function == "jacrev" else _columns)(call, positions, inputs, randomness, chunk_size)
     return call.with_aux((call.output.join([call.in_structure(argnums, row) for row in blocks]),), aux)
 
 

@@ -7,7 +7,7 @@ from typing import Any, ParamSpec
 
 import torch
 
-from primitives.func._calls import FlatCall, eager_after_break, named_like, primals_call, wrap_argnums
+from primitives.func._calls import FlatCall, eager_after_break, primals_call, transformed, wrap_argnums
 
 _P = ParamSpec("_P")
 
@@ -49,13 +49,7 @@ def grad(
         {'w': tensor([5., 7.]), 'b': tensor(6.), 'unused': None}
     """
     options = {"namespace": namespace, "is_leaf": is_leaf}
-
-    @named_like("grad", func)
-    def gradient(*args: Any, **kwargs: Any) -> Any:
-        gradients, (_, *aux) = _grad("grad", func, argnums, has_aux, args, kwargs, options)
-        return (gradients, *aux) if has_aux else gradients
-
-    return gradient
+    return transformed("grad", func, options, _grad, argnums, has_aux)
 
 
 def grad_and_value(
@@ -78,27 +72,19 @@ def grad_and_value(
         (tensor([2., 4.]), tensor(5.))
     """
     options = {"namespace": namespace, "is_leaf": is_leaf}
-
-    @named_like("grad_and_value", func)
-    def gradient_and_value(*args: Any, **kwargs: Any) -> Any:
-        gradients, value = _grad("grad_and_value", func, argnums, has_aux, args, kwargs, options)
-        return gradients, value if has_aux else value[0]
-
-    return gradient_and_value
+    return transformed("grad_and_value", func, options, _grad, argnums, has_aux)
 
 
 @eager_after_break
-def _grad(
-    function: str, func: Callable, argnums: Any, has_aux: bool, args: tuple, kwargs: dict, options: dict[str, Any]
-) -> tuple[Any, tuple]:
-    """Gradient tree, and a tuple of the value and, if there is one, aux."""
-    call = FlatCall(function, func, args, kwargs, options, has_aux=has_aux, allowed="scalar")
+def _grad(given: tuple, argnums: Any, has_aux: bool) -> Any:
+    call = FlatCall(*given, has_aux=has_aux, allowed="scalar")
     positions = call.differentiated(wrap_argnums(call.function, argnums, call.num_args), some=False)
     if positions:
         gradients, (value, aux) = torch.func.grad_and_value(call.flat, positions, has_aux=True)(*call.tensors)
     else:
         gradients, (value, aux) = (), call.flat(*call.tensors)
-    return call.in_structure(argnums, gradients), (value, call.aux.join(aux)) if has_aux else (value,)
+    gradient = call.in_structure(argnums, gradients)
+    return call.with_aux((gradient,), aux) if call.function == "grad" else (gradient, call.with_aux((value,), aux))
 
 
 def vjp(

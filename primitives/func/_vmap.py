@@ -13,7 +13,7 @@ from primitives._core.batching import rewinder
 from primitives._core.errors import AxisError, LeafError, ShapeError, TreeError
 from primitives._core.trees.leaves import Partition
 from primitives._core.trees.overlay import spread
-from primitives.func._calls import FlatCall, check_vmap_options, eager_after_break, kind_of, named_like
+from primitives.func._calls import FlatCall, check_vmap_options, eager_after_break, kind_of, transformed
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -64,7 +64,8 @@ def vmap(
     """
     check_vmap_options("vmap", randomness, "chunk_size", chunk_size)
     options = {"namespace": namespace, "is_leaf": is_leaf}
-    return _mapped("vmap", func, options, in_dims, out_dims, randomness, lambda batch_size: chunk_size or batch_size)
+    arguments = in_dims, out_dims, randomness, lambda batch_size: chunk_size or batch_size
+    return transformed("vmap", func, options, _run, *arguments)
 
 
 def chunk_vmap(
@@ -89,17 +90,8 @@ def chunk_vmap(
     """
     check_vmap_options("chunk_vmap", randomness, "chunks", chunks)
     options = {"namespace": namespace, "is_leaf": is_leaf}
-    return _mapped(
-        "chunk_vmap", func, options, in_dims, out_dims, randomness, lambda batch_size: -(-batch_size // chunks)
-    )
-
-
-def _mapped(function: str, func: Callable, options: dict[str, Any], *arguments: Any) -> Callable[..., Any]:
-    @named_like(function, func)
-    def mapped(*args: Any, **kwargs: Any) -> Any:
-        return _run((function, func, args, kwargs, options), *arguments)
-
-    return mapped
+    arguments = in_dims, out_dims, randomness, lambda batch_size: -(-batch_size // chunks)
+    return transformed("chunk_vmap", func, options, _run, *arguments)
 
 
 @eager_after_break
