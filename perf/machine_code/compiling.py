@@ -6,18 +6,22 @@ would be loaded; each of their launches is described, and compiled instead of ru
 
 from __future__ import annotations
 
+import ast
 import collections
 import contextlib
+import functools
 import hashlib
+import inspect
 import math
+import textwrap
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 import triton
+from triton.runtime.jit import DependenciesFinder
 
 from perf.machine_code.assembly import accesses, loads_ahead, unseen_pointers, usage
-from perf.machine_code.sources import source_text
 from perf.machine_code.table import Row
 from perf.ops.workload import Workload
 from perf.workloads import cases
@@ -25,6 +29,58 @@ from primitives.kernels.batch_norm._plan import channel_programs
 from primitives.kernels.runtime.chips import CHIPS, limits_of, use_chip
 from primitives.kernels.runtime.kernel import intercept
 from primitives.testing._ptx.launching import StandInDriver
+
+
+class _Finder(DependenciesFinder):
+    """Triton's own finder of what a kernel names, which keeps the device functions and the constants."""
+
+    def __init__(self, function: Any) -> None:
+        nonlocals = inspect.getclosurevars(function).nonlocals
+        super().__init__(function.__qualname__, function.__globals__, nonlocals, "")
+        self.called: list[Any] = []
+
+    def _update_hash(self, func: Any) -> None:
+        self.called.append(func)
+
+
+@functools.cache
+def source_text(function: Any) -> str:
+    """Text of a `triton.jit` function, of all device functions that it calls, and of the constants that they name.
+
+    It does not say in which modules they are: a file that moves changes no code. Triton's own functions come with its
+    version, and its decorators ask the compiler for nothing but what the launch says as well.
+
+    Raises:
+        RuntimeError: If one of them calls a function that is not compiled with it.
+    """
+    texts: set[str] = set()
+    _collect(function, texts)
+    return "\n".join(sorted(texts))
+
+
+def _collect(function: Any, texts: set[str]) -> None:
+    own, called = _own_texts(function)
+    if not own <= texts:
+        texts |= own
+        for each in called:
+            _collect(each, texts)
+
+
+# Most kernels share most of their device functions.
+@functools.cache
+def _own_texts(function: Any) -> tuple[set[str], list[Any]]:
+    """Texts of a function and of the constants that it names, and the device functions that it calls."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(function.fn)))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            node.decorator_list = []
+            node.body = node.body[1:] if ast.get_docstring(node) is not None and len(node.body) > 1 else node.body
+    finder = _Finder(function.fn)
+    finder.visit(tree)
+    constants = {f"# {name}\n{value!r}" for (name, _), (value, _) in finder.used_global_vals.items()}
+    called = [each for each in finder.called if not each.__module__.startswith("triton.")]
+    return {f"# {function.fn.__qualname__}\n{ast.unparse(tree)}", *constants}, called
+
 
 # Registers that one thread can have. A compute unit of AMD has four register files of 512 registers for each lane, of
 # which a wavefront sees one.

@@ -11,9 +11,8 @@ from torch import Tensor
 
 import primitives as pr
 from perf.calls import EPS, Operands, randoms
-from perf.ops.dropout import SEED
+from perf.ops.dropout import SEED, true_noise
 from perf.ops.layer_norm import with_params
-from perf.ops.philox_truth import true_noise
 from perf.ops.record import Op
 from perf.ops.samples import Sample, make_options, make_samples, true_norm
 from perf.ops.workload import DROPOUT_P, Workload

@@ -19,8 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import primitives as pr
 from perf.calls import Call, Operands, random, randoms
-from perf.ops.dropout import OFFSET, SEED
-from perf.ops.philox_truth import true_noise
+from perf.ops.dropout import OFFSET, SEED, true_noise
 from perf.ops.record import Op
 from perf.ops.samples import Sample
 from perf.ops.samples import make_options as _options

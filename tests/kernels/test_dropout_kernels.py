@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from perf.calls import Call, random
-from perf.ops.philox_truth import true_noise, true_words
+from perf.ops.dropout import true_noise, true_words
 from primitives.kernels.dropout import dropout
 from primitives.kernels.dropout._plan import DropoutPlan
 from primitives.kernels.dropout.philox import philox_words

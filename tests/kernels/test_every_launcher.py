@@ -1,21 +1,30 @@
-"""Every launcher, under each of its plans: its results are the truth, on a GPU in every run.
+"""Every launcher is tunable, has calls, and launches every kernel; under each plan its results are the truth.
 
 The cases are those of the emulator. `test_variants` holds what can meet in a kernel to the truth, `test_operands` all
 that operands can be, and `test_records_on_kernels` the samples of the records, in their layouts and dtypes.
 """
 
+import importlib
+import inspect
+import pkgutil
+import re
+from types import ModuleType
+
 import pytest
 import torch
 from torch import Tensor
 
+import primitives.kernels
 from perf.calls import EPS, random
 from perf.ops.add_layer_norm import AddLayerNorm
 from perf.ops.layer_norm import LayerNorm
 from perf.ops.softmax import Softmax
+from primitives.kernels.norms._launch import Backward
+from primitives.kernels.rows.maps import RowMapKernels
 from primitives.kernels.runtime.arithmetic import cdiv
-from primitives.kernels.runtime.kernel import INTERPRETED
-from tests.kernels.calls import DTYPES, copying_calls, launched_by, short_rows
-from tests.kernels.checking import check
+from primitives.kernels.runtime.kernel import INTERPRETED, Kernel
+from tests.kernels.calls import DTYPES, copying_calls, launched_by, short_rows, some_calls
+from tests.kernels.truth import check
 from tests.ptx.emulating import PROCESSORS
 from tests.ptx.test_launchers import CASES
 
@@ -85,3 +94,35 @@ def test_a_mask_that_heads_share_is_read_where_it_lies(splits, use_limits):
 def test_operands_that_no_view_fits():
     for number, call in enumerate(copying_calls(torch.float32)):
         check(call if number % 2 else copying_calls(torch.float64)[number])
+
+
+def modules() -> list[ModuleType]:
+    """Those of the rooms of families, in which a module of launchers has no underscore."""
+    names = [module.name for module in pkgutil.walk_packages(primitives.kernels.__path__, "primitives.kernels.")]
+    of_no_family = re.compile(r"primitives\.kernels\.(runtime\b.*|\w+)")
+    return [importlib.import_module(name) for name in names if not of_no_family.fullmatch(name)]
+
+
+def test_every_launcher_is_tuned_and_has_calls():
+    launchers = {
+        name: function
+        for module in modules()
+        if not re.search(r"\._|\.rows\.", module.__name__)
+        for name, function in inspect.getmembers(module, inspect.isfunction)
+        if function.__module__ == module.__name__ and not name.startswith("_")
+    }
+    assert launchers.keys() == {call.launcher.__name__ for call in some_calls()}
+    assert all(hasattr(function, "__wrapped__") for function in launchers.values())
+
+
+def test_every_kernel_is_launched(use_limits):
+    things = [thing for module in modules() for thing in vars(module).values()]
+    for thing in things:  # which grows
+        thing = thing.kernels if isinstance(thing, RowMapKernels) else thing
+        things += thing.values() if isinstance(thing, dict) else thing if isinstance(thing, (list, Backward)) else ()
+    kernels = {thing for thing in things if isinstance(thing, Kernel)}
+    launched: set[Kernel] = set()
+    for limits in ({}, short_rows(16, 1)):
+        use_limits(**limits)
+        launched |= {one.kernel for call in some_calls() for one in launched_by(call.results)}
+    assert kernels == launched, f"kernels that no gate launches: {[one.__name__ for one in kernels - launched]}"

@@ -1,5 +1,6 @@
 """True results of each launcher: the reference of its operator in float64, which the records hold to a definition."""
 
+import dataclasses
 import inspect
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from perf.calls import EPS, MOMENTUM, Call, operator_of
 from primitives import use_backend
+from primitives.kernels.runtime.chips import chip_of, use_chip
 from primitives.kernels.runtime.numbers import accumulation_dtype
 from primitives.ops.norms.layer_norm import NormOptions
 from tests.call_properties import Call as OperatorCall
@@ -104,3 +106,15 @@ def assert_close(
     error = (actual.double() - value).abs()
     right = (error <= bound) | (actual == value) | (actual.isnan() & value.isnan())
     assert right.all(), f"{what} is off by {error[~right].max()}, {(error / bound)[~right].max():.3g} times the bound"
+
+
+def check(call: Call) -> None:
+    """Hold one call to its values; on a GPU also to the same bits again, and to the plan for fewer processors."""
+    first = check_values(call)
+    if (device := torch.get_default_device()).type != "cuda":
+        return
+    # As integers: NaN differs from itself.
+    bits = [[result.flatten().view(torch.uint8) for result in results] for results in (first, call.results())]
+    assert all(map(torch.equal, *bits)), f"{call.launcher.__name__} differs from run to run"
+    with use_chip(dataclasses.replace(chip_of(device), num_processors=3)):
+        check_values(call)

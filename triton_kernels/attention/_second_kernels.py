@@ -1,14 +1,10 @@
 """The two sweeps that serve the backward of attention and every derivative of second order.
 
-Both compute tiles of R = P.(G - g) and T = P.((S_dot - lse_dot).(G - g) + H - w), with
-
-    G = Z.(o_bar v^T),   H = Z.(o_bar v_dot^T + o_bar_dot v^T)
-    g = <o_bar, o> - lse_bar,   w = <o_bar, o_dot> + <o_bar_dot, o> - lse_bar_dot
-
+Both compute tiles of R and T, of which `primitives.ops.attention.attention` has the formulas, with G, H, g and w.
 Absent operands take no part: R alone gives the backward. `attention_rows_kernel` also writes g, and w where there is a
 T, which `attention_keys_kernel` reads, so it runs first. Nothing is added atomically: a program of the second kernel
-owns keys, and sweeps the rows of every head that shares them. `_tiles` says what the arguments are; tangents
-have the strides of what they are tangents of, and o_bar, o_bar_dot, o, o_dot lie like o.
+owns keys, and sweeps the rows of every head that shares them. `_tiles` says what the arguments are; tangents have the
+strides of what they are tangents of, and o_bar, o_bar_dot, o, o_dot lie like o.
 """
 
 from __future__ import annotations

@@ -9,8 +9,11 @@ With centered operands u~ and factors per channel,
 
 to which the end of a residual block adds a residual in y and y_dot, and a ReLU.
 
-    scale = weight * rstd,  alpha = rstd * (weight_dot - scale * mean(x_dot * x_hat)),
-    beta = -scale * rstd * mean(y_bar * x_hat)
+    scale = weight * rstd,  alpha = rstd * (weight_dot - scale * A),  beta = -scale * rstd * B
+    gamma = -rstd * (alpha * B + beta * A + scale * (S + D))
+
+    A = mean(x_dot * x_hat),  B = mean(y_bar * x_hat),  D = mean(y_bar_dot * x_hat)
+    S = mean(y_bar * P(x_dot)) = rstd * (mean(y_bar~ * x_dot~) - A * B)
 """
 
 from __future__ import annotations

@@ -8,18 +8,9 @@ Tensors may have any strides, and mix float16, bfloat16, float32 and float64. Re
 of `x`, the others are `[*batch, C]`, cotangents of parameters in the dtype of the weight, or without one in that of `x`
 or of sums; what `output_mask` leaves out is empty, and only what the others take is read. One kernel reads each operand
 once and sums, one merges the sums into coefficients and results per channel, one reads each operand once more and
-writes. With u~ for an operand minus its mean, A = mean(x_dot * x_hat), B = mean(y_bar * x_hat), D = mean(y_bar_dot *
-x_hat) and S = mean(y_bar * P(x_dot)) = rstd * (mean(y_bar~ * x_dot~) - A * B), the derivatives are
-
-    scale = weight * rstd,  alpha = rstd * (weight_dot - scale * A),  beta = -scale * rstd * B
-    y_bar_bar  = scale * x_dot~ + alpha * x~ + bias_dot
-    x_dot_bar  = scale * y_bar~ + beta * x~
-    x_bar      = alpha * y_bar~ + beta * x_dot~ - rstd * (alpha * B + beta * A + scale * S) * x~
-    x_bar_dot  = x_bar + scale * (y_bar_dot~ - D * x_hat)
-    weight_bar = n * S,  weight_bar_dot = weight_bar + n * D
-
-No term assumes that the mean square of `x_hat` is 1, so eps enters through rstd alone. The mean of `y_bar~ * x_dot~` is
-a difference of means: two operands whose means are both large against their spread lose digits there.
+writes, with the factors that `_transform_kernels` names. No term assumes that the mean square of `x_hat` is 1, so eps
+enters through rstd alone. The mean of `y_bar~ * x_dot~` is a difference of means: two operands whose means are both
+large against their spread lose digits there.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
 """Kernels of cross-entropy and its derivatives of first and second order, on the scaffold of `rows`.
 
-With t = keep * target + share, where a label stands for the probability 1 of its class, and T = sum(t):
+`primitives.ops.losses.cross_entropy` has the formulas of the sums, and p and m. With t = keep * target + share, where a
+label stands for the probability 1 of its class, T = sum(t), and cotangents u and v of loss and lse,
 
-    sums        lse = log(sum(exp(x))),     loss = lse * T - sum(t * x)
-                lse_dot = sum(p * x_dot),   loss_dot = lse_dot * T + lse * T_dot - sum(t * x_dot + t_dot * x)
-    gradient    p = exp(x - lse),  a = u * T + v,  m = sum(p * x_dot),  a_dot = u_dot * T + v_dot
+    a = u * T + v,    a_dot = u_dot * T + v_dot
 
-                x_bar = a_dot * p - u_dot * t  +  p * (a * (x_dot - m) + u * T_dot) - u * t_dot
-                target_bar = keep * (u_dot * (lse - x)  +  u * (m - x_dot))
+    x_bar = a_dot * p - u_dot * t  +  p * (a * (x_dot - m) + u * T_dot) - u * t_dot
+    target_bar = keep * (u_dot * (lse - x)  +  u * (m - x_dot))
 
 The first half of a gradient is the vjp, with the cotangents in the place of their tangents; all of it is the jvp of the
 vjp. Numbers of a row come behind the label: keep, and share where it is not zero.

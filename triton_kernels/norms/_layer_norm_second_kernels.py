@@ -1,18 +1,10 @@
 """Second-order layer norm kernels, on the scaffold of `rows` and `sums`.
 
-All second-order derivatives of layer norm are parts of the gradient of one scalar, the sum of the pairings of y_bar
-with the tangent of y and of y_bar_dot with y itself,
+All of them are parts of the gradient of one scalar, <y_bar, y_dot> + <y_bar_dot, y>: `primitives.ops.norms.formulas`
+has it, with A, B, P and the prime. With h = P(x_dot), g = y_bar * weight and k = y_bar * weight_dot + y_bar_dot *
+weight, one of them is computed in another way:
 
-    L = <y_bar, P(x_dot) * weight + x_hat * weight_dot + bias_dot> + <y_bar_dot, x_hat * weight + bias>
-
-With h = P(x_dot), g = y_bar * weight, k = y_bar * weight_dot + y_bar_dot * weight, A = mean(x_dot * x_hat) and
-B = mean(g * x_hat), and a prime for the derivative of L with respect to what is primed,
-
-    y_bar'  = h * weight + x_hat * weight_dot + bias_dot
-    x'      = P(k) - rstd * (B * h + A * P(g) + mean(g * h) * x_hat)
-    x_dot'  = P(g)
-    weight' = sum(y_bar * h + y_bar_dot * x_hat),   weight_dot' = sum(y_bar * x_hat)
-    bias'   = sum(y_bar_dot),                       bias_dot'   = sum(y_bar)
+    x' = P(k) - rstd * (B * h + A * P(g) + mean(g * h) * x_hat)
 
 where mean(g * h) = rstd * (C / num_cols - A * B), and C is the sum of the products of x_dot and g, each less its mean:
 h sums to zero only up to rounding, which a large mean of g would amplify. Tiles of full size are `x = (x_dot, y_bar, x,

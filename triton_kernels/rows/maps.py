@@ -121,10 +121,8 @@ class RowMapKernels:
         return [self._launcher(role, of_role) for role, of_role in names.items()]
 
     def _launcher(self, role: str, names: Sequence[str]) -> Callable[..., Any]:
-        run = getattr(self, f"_{role}")
-
         def launcher(*args: Any) -> Any:
-            return run(dict(zip(names, args, strict=True)))
+            return getattr(self, f"_{role}")(dict(zip(names, args, strict=True)))
 
         launcher.__name__, launcher.__module__ = f"{self.module.rpartition('.')[2]}_{role}", self.module
         absent = ("y_bar_dot", f"{self.kept}_dot") if role == "bwd_jvp" else ()

@@ -272,22 +272,9 @@ class Kernel:
 # Integers that follow the batch size: specializing on them would compile anew for another one. The alignment
 # of strides reaches the kernels as a compile-time constant.
 BATCH_DEPENDENT = {
-    "num_rows",
-    "segment_rows",
-    "num_samples",
-    "num_spatial",
-    "num_splits",
-    "num_parts",
-    "num_blocks",
-    "num_resident",
-    "part_tiles",
-    "count",
-    "momentum_low",
-    "momentum_high",
-    "num_stream_rows",
-    "last_dropped",
-    "scale_low",
-    "scale_high",
+    *("num_rows", "segment_rows", "num_samples", "num_spatial", "num_splits", "num_parts", "num_blocks"),
+    *("num_resident", "part_tiles", "count", "momentum_low", "momentum_high"),
+    *("num_stream_rows", "last_dropped", "scale_low", "scale_high"),
 }
 
 

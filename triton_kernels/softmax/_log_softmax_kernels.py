@@ -1,20 +1,7 @@
 """Kernels of log-softmax and of softmax, and of their derivatives of first and second order, on the scaffold of `rows`.
 
-Log-softmax, with `p = exp(y)` and sums over the reduced dim:
-
-    forward          y = x - log(sum(exp(x))),   y_dot = x_dot - sum(p * x_dot)
-    double_backward  y_bar_bar = x_dot - sum(p * x_dot),   output_bar = -p * x_dot * sum(y_bar),
-                     x_dot_bar = y_bar - p * sum(y_bar)
-    bwd_jvp          x_bar_dot = y_bar_dot - p * (y_dot * sum(y_bar) + sum(y_bar_dot))
-
-Softmax, not `LOG`, with `P(v) = y * (v - sum(y * v))`; all derivatives are multiplied by the scale, if there is one:
-
-    forward          y = exp(u) / sum(exp(u)),   u = scale * x + mask,   y_dot = P(x_dot)
-    double_backward  y_bar_bar = P(x_dot),   x_dot_bar = P(y_bar),
-                     output_bar = y_bar * (x_dot - sum(y * x_dot)) - x_dot * sum(y * y_bar)
-    bwd_jvp          x_bar_dot = y * (y_bar_dot - sum(y * y_bar_dot + y_dot * y_bar)) + y_dot * (y_bar - sum(y * y_bar))
-
-The jvp is the first result of the double backward by itself, the vjp its last.
+`primitives.ops.softmax` has the formulas; u is `scale * x + mask`. The jvp is the first result of the double backward
+by itself, the vjp its last.
 """
 
 from __future__ import annotations

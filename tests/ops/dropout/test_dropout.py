@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from perf.ops.philox_truth import rounds, true_noise
+from perf.ops.dropout import rounds, true_noise
 from perf.ops.samples import normal
 from primitives.functional import dropout
 from primitives.ops.dropout.dropout import dropout_p
