@@ -13,7 +13,6 @@ from torch.nn import BatchNorm2d, Conv2d, Dropout, LayerNorm, Linear, Sequential
 import primitives as pr
 from perf.ops import FAMILIES
 from perf.ops.layer_norm import LAYER_NORM
-from perf.ops.samples import make_options
 from tests.properties import check_nesting, leaves
 from tests.support import assert_close, like, nestings
 
@@ -54,7 +53,7 @@ def sized(case, size):
         return dataclasses.replace(sample, shape=(size, *sample.shape[1:]))
     options["keys"] += size - sample.shape[-2]
     return dataclasses.replace(
-        sample, shape=(*sample.shape[:-2], size, sample.shape[-1]), options=make_options(**options)
+        sample, shape=(*sample.shape[:-2], size, sample.shape[-1]), options=tuple(options.items())
     )
 
 

@@ -9,7 +9,7 @@ import torch
 
 from perf.calls import Operands, randoms
 from perf.ops.record import Op
-from perf.ops.samples import Sample, make_options, make_samples
+from perf.ops.samples import Sample, make_samples, sample, shaped
 from perf.ops.workload import Workload
 from primitives._core import registered_primitives
 
@@ -38,7 +38,7 @@ class RowMapOperands(Operands):
 def row_map(
     name: str,
     operands: type[RowMapOperands],
-    shapes: Sequence[tuple] = (),
+    more: Sequence[Sample] = (),
     **parts: Any,
 ) -> Op:
     """The record of a map along the option `dim`, whose `call` and `truth` are given, with what else it has of its own.
@@ -46,30 +46,18 @@ def row_map(
     Args:
         name: As of `Op`.
         operands: Of the launchers.
-        shapes: Of more samples, and their options.
+        more: Samples of its own.
         **parts: As of `Op`.
     """
     keeps_x = "x" in registered_primitives()[f"primitives::{name}_bwd"].spec.arguments
-    all_shapes = [
-        ((13, 31), make_options(dim=0)),
-        ((0, 5), make_options(dim=1)),
-        ((1, 1), make_options(dim=-1)),
-        ((3, 257), make_options(dim=1)),
-        ((2, 5, 3, 4), make_options(dim=1)),
-        ((9,), make_options(dim=0)),
-        *shapes,
-    ]
+    of_rows, of_columns = shaped((0, 5), (3, 257), (2, 5, 3, 4), dim=1), shaped((13, 31), (9,), dim=0)
     given: dict[str, Any] = {
         "arguments": ("x",),
         "differentiable": ("x",),
-        "samples": make_samples(all_shapes),
-        "small": Sample((2, 3, 2), make_options(dim=1)),
-        "tiny": Sample((1, 3), make_options(dim=1)),
-        "large": (
-            Sample((3, 8195), make_options(dim=1)),
-            Sample((3, 66_000), make_options(dim=1)),
-            Sample((8200, 17), make_options(dim=0)),
-        ),
+        "samples": make_samples([*of_columns, *of_rows, sample((1, 1), dim=-1), *more]),
+        "small": sample((2, 3, 2), dim=1),
+        "tiny": sample((1, 3), dim=1),
+        "large": (*shaped((3, 8195), (3, 66_000), dim=1), sample((8200, 17), dim=0)),
         "not_kept": ("y" if keeps_x else "x",),
         "operands": operands.of,
         "options": lambda workload: {"dim": workload.dim},

@@ -14,7 +14,7 @@ from perf.calls import EPS, Operands, randoms
 from perf.ops.dropout import SEED, true_noise
 from perf.ops.layer_norm import with_params
 from perf.ops.record import Op
-from perf.ops.samples import Sample, make_options, make_samples, true_norm
+from perf.ops.samples import make_samples, sample, shaped, true_norm
 from perf.ops.workload import DROPOUT_P, Workload
 from primitives.ops.norms.add_layer_norm import add_layer_norm_p
 from primitives.ops.norms.layer_norm import NormOptions
@@ -39,15 +39,9 @@ def _both(y: Tensor, s: Tensor, x: Tensor) -> Tensor:
 
 
 def _function(
-    x: Tensor,
-    residual: Tensor,
-    weight: Any = None,
-    bias: Any = None,
-    norm_ndim: int = 1,
-    p: float = 0.0,
-    *,
+    x: Tensor, residual: Tensor, weight: Any = None, bias: Any = None, norm_ndim: int = 1, p: float = 0.0, *,
     centered: bool,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     if not p:
         return _both(*_call(pr.functional, x, residual, weight, bias, norm_ndim, centered=centered), x)
     seed = torch.tensor(SEED, device=x.device)
@@ -61,15 +55,9 @@ def _truth(x: Tensor, *args: Any, **options: Any) -> Tensor:
 
 
 def _formula(
-    x: Tensor,
-    residual: Tensor,
-    weight: Any = None,
-    bias: Any = None,
-    norm_ndim: int = 1,
-    p: float = 0.0,
-    *,
+    x: Tensor, residual: Tensor, weight: Any = None, bias: Any = None, norm_ndim: int = 1, p: float = 0.0, *,
     centered: bool,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     s = residual + (x * true_noise(tuple(x.shape), SEED, 0, p).to(x.device, x.dtype) if p else x)
     return true_norm(s, tuple(range(-norm_ndim, 0)), weight, bias, centered=centered), s
 
@@ -108,8 +96,7 @@ def _functions(*, centered: bool) -> dict[str, Any]:
 
 # Both summands become y and s; what is left of the cotangents of y and of s is that of both.
 _PASSES = {"forward": 4, "backward": 4, "jvp": 8, "forward_backward": 8}
-_ONE_AXIS = make_options(norm_ndim=1)
-_NOISY = make_options(norm_ndim=1, p=0.4)
+_NOISY: dict[str, Any] = {"norm_ndim": 1, "p": 0.4}
 ADD_LAYER_NORM = Op(
     name="add_layer_norm",
     **_functions(centered=True),
@@ -118,19 +105,16 @@ ADD_LAYER_NORM = Op(
         sample.shape if name == "residual" else sample.shape[-dict(sample.options)["norm_ndim"] :]
     ),
     samples=make_samples(
-        shapes=[
-            ((13, 31), _NOISY),
-            ((0, 5), _ONE_AXIS),
-            ((3, 64), _ONE_AXIS),
-            ((2, 2, 5, 4), make_options(norm_ndim=2, p=0.3)),
-            ((9,), _ONE_AXIS),
+        [
+            *(sample((13, 31), **_NOISY), sample((2, 2, 5, 4), norm_ndim=2, p=0.3)),
+            *shaped((0, 5), (3, 64), (9,), norm_ndim=1),
         ],
         absent=[(), ("bias",), ("weight", "bias")],
         constant_when_expanded=lambda shape: len(shape) == 1,
     ),
-    small=Sample((2, 3, 4), _NOISY),
-    tiny=Sample((1, 3), _NOISY, absent=("bias",)),
-    large=(Sample((3, 8195), _NOISY), Sample((17_000, 9), _NOISY)),
+    small=sample((2, 3, 4), **_NOISY),
+    tiny=sample((1, 3), ("bias",), **_NOISY),
+    large=tuple(shaped((3, 8195), (17_000, 9), **_NOISY)),
     not_kept=("x", "residual", "bias", "y"),
     rounds_twice=("forward", "fwd_jvp"),
     passes=_PASSES,
@@ -141,11 +125,11 @@ ADD_RMS_NORM = ADD_LAYER_NORM.sibling(
     ("x", "residual", "weight"),
     **_functions(centered=False),
     samples=(
-        Sample((13, 31), _NOISY),
-        Sample((2, 3, 8), _ONE_AXIS, layout="transposed", mixed=True),
-        Sample((2, 5, 4), make_options(norm_ndim=2), ("weight",), "sliced"),
+        sample((13, 31), **_NOISY),
+        sample((2, 3, 8), layout="transposed", mixed=True, norm_ndim=1),
+        sample((2, 5, 4), ("weight",), "sliced", norm_ndim=2),
     ),
-    tiny=Sample((1, 3), _ONE_AXIS),
-    large=(Sample((3, 8195), _NOISY),),
+    tiny=sample((1, 3), norm_ndim=1),
+    large=(sample((3, 8195), **_NOISY),),
     num_params=1,
 )

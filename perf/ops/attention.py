@@ -21,8 +21,7 @@ import primitives as pr
 from perf.calls import Call, Operands, random, randoms
 from perf.ops.dropout import OFFSET, SEED, true_noise
 from perf.ops.record import Op
-from perf.ops.samples import Sample
-from perf.ops.samples import make_options as _options
+from perf.ops.samples import Sample, sample
 from perf.ops.workload import DROPOUT_P, Workload
 
 
@@ -160,19 +159,19 @@ ATTENTION = Op(
     arguments=("x", "k", "v", "bias"),
     parameter_shape=_attention_shape,
     samples=(
-        Sample((2, 4, 5, 6), _options(keys=7, key_heads=2), ("bias",)),
-        Sample((2, 3, 7, 16), _options(keys=7, causal=True, lse=False), ("bias",), "transposed"),
-        Sample((1, 2, 6, 8), _options(keys=9, causal=True, bias_shape=(1, 1, 6, 9)), (), "sliced"),
-        Sample((2, 2, 5, 4), _options(keys=6, masked=True, lse=False), (), "channels_last"),
-        Sample((2, 2, 3, 4), _options(keys=5, masked=True, p=0.4, bias_shape=(1, 2, 1, 5)), (), "contiguous", True),
-        Sample((3, 1, 9), _options(keys=3, bias_shape=(3, 1, 1), p=0.3), (), "expanded"),
-        Sample((2, 0, 3, 4), _options(keys=3), ("bias",)),
-        Sample((1, 2, 0, 4), _options(keys=3), ()),
-        Sample((1, 2, 3, 4), _options(keys=0, lse=False), ("bias",)),
+        sample((2, 4, 5, 6), ("bias",), keys=7, key_heads=2),
+        sample((2, 3, 7, 16), ("bias",), "transposed", keys=7, causal=True, lse=False),
+        sample((1, 2, 6, 8), (), "sliced", keys=9, causal=True, bias_shape=(1, 1, 6, 9)),
+        sample((2, 2, 5, 4), (), "channels_last", keys=6, masked=True, lse=False),
+        sample((2, 2, 3, 4), (), "contiguous", True, keys=5, masked=True, p=0.4, bias_shape=(1, 2, 1, 5)),
+        sample((3, 1, 9), (), "expanded", keys=3, bias_shape=(3, 1, 1), p=0.3),
+        sample((2, 0, 3, 4), ("bias",), keys=3),
+        sample((1, 2, 0, 4), (), keys=3),
+        sample((1, 2, 3, 4), ("bias",), keys=0, lse=False),
     ),
-    small=Sample((1, 2, 3, 2), _options(keys=4, key_heads=1, lse=False)),
-    tiny=Sample((1, 2, 1), _options(keys=2)),
-    large=(Sample((1, 2, 70, 72), _options(keys=300, key_heads=1, causal=True, scale=0.1), ("bias",)),),
+    small=sample((1, 2, 3, 2), keys=4, key_heads=1, lse=False),
+    tiny=sample((1, 2, 1), keys=2),
+    large=(sample((1, 2, 70, 72), ("bias",), keys=300, key_heads=1, causal=True, scale=0.1),),
     not_kept=(),
     rounds_once=False,
     first="q",
@@ -183,26 +182,21 @@ ATTENTION = Op(
     options=lambda workload: {"causal": workload.causal, "grouped": workload.key_heads > 0},
     passes={},
     products={
-        "forward": 2,
-        "backward": 7,
-        "jvp": 2 + 5,
-        "hvp": 2 + 5 + 7 + 15,
-        "double_backward": 20,
-        "backward_of_jvp": 7 + 18,
-        "forward_backward": 2 + 7,
+        **{"forward": 2, "backward": 7, "jvp": 2 + 5, "forward_backward": 2 + 7},
+        **{"hvp": 2 + 5 + 7 + 15, "double_backward": 20, "backward_of_jvp": 7 + 18},
     },
     num_params=2,
 )
 
 # Attention by its other options, for the tests in which these can go wrong by themselves.
-_MASKED = {"masked": True, "p": 0.4, "key_heads": 1}
+_MASKED: dict[str, Any] = {"masked": True, "p": 0.4, "key_heads": 1}
 MASKED_ATTENTION = dataclasses.replace(
     ATTENTION,
-    small=Sample((1, 2, 3, 2), _options(keys=4, bias_shape=(1, 1, 1, 4), **_MASKED)),
-    tiny=Sample((2, 2, 1), _options(keys=2, bias_shape=(1, 1, 2), **_MASKED)),
+    small=sample((1, 2, 3, 2), keys=4, bias_shape=(1, 1, 1, 4), **_MASKED),
+    tiny=sample((2, 2, 1), keys=2, bias_shape=(1, 1, 2), **_MASKED),
 )
 CAUSAL_ATTENTION = dataclasses.replace(
     ATTENTION,
-    small=Sample((1, 2, 3, 2), _options(keys=3, key_heads=1, causal=True), ("bias",)),
-    tiny=Sample((2, 2, 1), _options(keys=2, key_heads=1, causal=True), ("bias",)),
+    small=sample((1, 2, 3, 2), ("bias",), keys=3, key_heads=1, causal=True),
+    tiny=sample((2, 2, 1), ("bias",), keys=2, key_heads=1, causal=True),
 )

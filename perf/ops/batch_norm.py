@@ -12,7 +12,7 @@ from torch import Tensor
 import primitives as pr
 from perf.calls import EPS, Operands, random, randoms
 from perf.ops.record import Op
-from perf.ops.samples import ABSENT_PARAMS, LAYOUTS, Sample, affine, make_samples, true_norm
+from perf.ops.samples import ABSENT_PARAMS, LAYOUTS, affine, make_samples, sample, shaped, true_norm
 from perf.ops.workload import Workload
 
 MOMENTUM = 0.3
@@ -84,16 +84,7 @@ class BatchNorm(Operands):
         return cls.draw(workload.shape, workload.torch_dtype, arrange=workload.arrange)
 
 
-_CHANNEL_SHAPES = [
-    ((3, 2, 3, 5), ()),
-    ((0, 3, 2), ()),
-    ((2, 1, 1, 2), ()),
-    ((13, 5), ()),
-    ((2, 3, 131), ()),
-    ((2, 3, 2, 2, 3), ()),
-]
-
-
+_SHAPED = shaped((3, 2, 3, 5), (0, 3, 2), (2, 1, 1, 2), (13, 5), (2, 3, 131), (2, 3, 2, 2, 3))
 NO_RUNNING = ("running_mean", "running_var")
 BATCH_NORM = Op(
     name="batch_norm",
@@ -104,15 +95,15 @@ BATCH_NORM = Op(
     differentiable=("x", "weight", "bias"),
     parameter_shape=lambda sample, name: (sample.shape[1],),
     samples=make_samples(
-        _CHANNEL_SHAPES,
+        _SHAPED,
         [*ABSENT_PARAMS, NO_RUNNING, ("bias", *NO_RUNNING)],
         LAYOUTS,
         constant_when_expanded=lambda shape: len(shape) == 2,
     ),
-    small=Sample((3, 2, 2)),
-    tiny=Sample((3, 1), absent=NO_RUNNING),
+    small=sample((3, 2, 2)),
+    tiny=sample((3, 1), NO_RUNNING),
     # Of each channel more values than any kernel adds up at once, in each layout.
-    large=(Sample((2, 3, 17_000)), Sample((33_000, 5)), Sample((3, 9, 64, 90), layout="channels_last")),
+    large=(*shaped((2, 3, 17_000), (33_000, 5)), sample((3, 9, 64, 90), layout="channels_last")),
     not_kept=("bias", "y", "running_mean", "running_var"),
     operands=BatchNorm.of,
     has_channels=True,
@@ -127,9 +118,9 @@ BATCH_NORM_EVAL = BATCH_NORM.sibling(
     call=functools.partial(_call, training=False),
     truth=_true_batch_norm_eval,
     differentiable=BATCH_NORM.arguments,
-    samples=make_samples([*_CHANNEL_SHAPES, ((1, 1), ())], ABSENT_PARAMS, LAYOUTS),
-    small=Sample((2, 2, 2)),
-    tiny=Sample((2, 1)),
+    samples=make_samples([*_SHAPED, *shaped((1, 1))], ABSENT_PARAMS, LAYOUTS),
+    small=sample((2, 2, 2)),
+    tiny=sample((2, 1)),
     not_kept=("bias", "y"),
     constants=_running,
 )

@@ -12,7 +12,7 @@ import primitives as pr
 from perf.calls import EPS
 from perf.ops.batch_norm import BATCH_NORM, BATCH_NORM_EVAL, MOMENTUM, NO_RUNNING, BatchNorm
 from perf.ops.record import Op
-from perf.ops.samples import Sample
+from perf.ops.samples import sample
 from primitives.ops.norms.batch_norm_functions import batch_norm_of_tensors
 from primitives.ops.rules import weight_beside
 
@@ -68,16 +68,16 @@ BATCH_NORM_RELU = BATCH_NORM.sibling(
     parameter_shape=lambda sample, name: sample.shape if name == "residual" else (sample.shape[1],),
     # The norm has its own.
     samples=(
-        Sample((3, 2, 3, 5)),
-        Sample((3, 2, 3, 5), absent=("residual", *NO_RUNNING), layout="channels_last"),
-        Sample((2, 3, 31), absent=("weight",), layout="transposed", mixed=True),
-        Sample((13, 5), absent=("residual", "weight", "bias"), layout="sliced"),
-        Sample((2, 3, 2, 2, 3), absent=("bias", *NO_RUNNING), layout="expanded"),
-        Sample((0, 3, 2)),
-        Sample((13, 5), absent=("residual",), layout="channels_last", mixed=True),
-        Sample((3, 2, 3, 5), layout="expanded", mixed=True),
+        sample((3, 2, 3, 5)),
+        sample((3, 2, 3, 5), absent=("residual", *NO_RUNNING), layout="channels_last"),
+        sample((2, 3, 31), absent=("weight",), layout="transposed", mixed=True),
+        sample((13, 5), absent=("residual", "weight", "bias"), layout="sliced"),
+        sample((2, 3, 2, 2, 3), absent=("bias", *NO_RUNNING), layout="expanded"),
+        sample((0, 3, 2)),
+        sample((13, 5), absent=("residual",), layout="channels_last", mixed=True),
+        sample((3, 2, 3, 5), layout="expanded", mixed=True),
     ),
-    large=(Sample((3, 9, 64, 90), layout="channels_last"),),
+    large=(sample((3, 9, 64, 90), layout="channels_last"),),
     not_kept=("residual", "bias", *NO_RUNNING),
     num_kept=2,
     operands=BatchNormRelu.of,
@@ -95,14 +95,14 @@ BATCH_NORM_RELU_EVAL = BATCH_NORM_RELU.sibling(
     truth=functools.partial(_truth, BATCH_NORM_EVAL),
     differentiable=BATCH_NORM_RELU.arguments,
     samples=(
-        Sample((3, 2, 3, 5), mixed=True),
-        Sample((3, 2, 3, 5), absent=("residual",), layout="channels_last"),
-        Sample((13, 5), layout="transposed"),
-        Sample((2, 3, 2, 2, 3), absent=("weight", "bias"), layout="expanded"),
-        Sample((0, 3, 2)),
+        sample((3, 2, 3, 5), mixed=True),
+        sample((3, 2, 3, 5), absent=("residual",), layout="channels_last"),
+        sample((13, 5), layout="transposed"),
+        sample((2, 3, 2, 2, 3), absent=("weight", "bias"), layout="expanded"),
+        sample((0, 3, 2)),
     ),
-    small=Sample((2, 2, 2)),
-    tiny=Sample((2, 1)),
+    small=sample((2, 2, 2)),
+    tiny=sample((2, 1)),
     not_kept=("residual", "bias"),
     kink=lambda *tensors: _sum(BATCH_NORM_EVAL, *tensors)[0],
 )

@@ -14,7 +14,7 @@ from torch import Tensor
 import primitives as pr
 from perf.calls import Call, Operands, randoms
 from perf.ops.record import Op
-from perf.ops.samples import Sample, make_options, make_samples
+from perf.ops.samples import make_samples, sample, shaped
 from perf.ops.workload import Workload
 from primitives.ops.losses.cross_entropy import cross_entropy_p
 
@@ -109,14 +109,9 @@ class CrossEntropy(Operands):
         return [*super().steps(op, mode), *Operands.steps(soft, f"soft_{op}", mode)]
 
 
-_SHAPES = [
-    ((13, 31), make_options(dim=1)),
-    ((0, 5), make_options(dim=1)),
-    ((1, 1), make_options(dim=1)),
-    ((3, 257), make_options(dim=1, smoothing=0.1)),
-    ((2, 5, 3, 4), make_options(dim=1)),
-    ((9,), make_options(dim=0, smoothing=0.2)),
-    ((31, 5), make_options(dim=0)),
+_SHAPED = [
+    *shaped((13, 31), (0, 5), (1, 1), (2, 5, 3, 4), dim=1),
+    *(sample((3, 257), dim=1, smoothing=0.1), sample((9,), dim=0, smoothing=0.2), sample((31, 5), dim=0)),
 ]
 
 CROSS_ENTROPY = Op(
@@ -127,14 +122,10 @@ CROSS_ENTROPY = Op(
     truth=_of_labels(_true_loss),
     torch_function=_of_labels(_torch_loss),
     arguments=("x",),
-    samples=make_samples(_SHAPES),
-    small=Sample((2, 3, 2), make_options(dim=1, smoothing=0.1)),
-    tiny=Sample((1, 3), make_options(dim=1, smoothing=0.1)),
-    large=(
-        Sample((3, 8195), make_options(dim=1)),
-        Sample((3, 66_000), make_options(dim=1, smoothing=0.1)),
-        Sample((8200, 17), make_options(dim=0)),
-    ),
+    samples=make_samples(_SHAPED),
+    small=sample((2, 3, 2), dim=1, smoothing=0.1),
+    tiny=sample((1, 3), dim=1, smoothing=0.1),
+    large=(sample((3, 8195), dim=1), sample((3, 66_000), dim=1, smoothing=0.1), sample((8200, 17), dim=0)),
     not_kept=("y",),
     rounds_once=False,
     passes={"forward": 1, "backward": 2, "jvp": 2, "hvp": 3, "double_backward": 3, "forward_backward": 3},
@@ -151,10 +142,10 @@ SOFT_CROSS_ENTROPY = CROSS_ENTROPY.sibling(
     differentiable=("x", "target"),
     parameter_shape=lambda sample, name: sample.shape,
     samples=(
-        *make_samples(_SHAPES, [()], ["transposed", "expanded"]),
-        Sample((5, 12), make_options(dim=1), mixed=True),
+        *make_samples(_SHAPED, [()], ["transposed", "expanded"]),
+        sample((5, 12), mixed=True, dim=1),
     ),
-    tiny=Sample((1, 2), make_options(dim=1, smoothing=0.1)),
+    tiny=sample((1, 2), dim=1, smoothing=0.1),
     large=CROSS_ENTROPY.large[1:2],
     num_kept=2,
 )

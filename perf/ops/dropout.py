@@ -10,7 +10,7 @@ from torch import Tensor
 
 from perf.calls import Call, Operands, random
 from perf.ops.record import PASSES, Op
-from perf.ops.samples import Sample, make_options, make_samples
+from perf.ops.samples import make_samples, sample
 from perf.ops.workload import DROPOUT_P, Workload
 from primitives.ops.dropout.dropout import dropout_p
 
@@ -99,19 +99,16 @@ DROPOUT = Op(
     torch_function=_true_dropout,
     arguments=("x",),
     samples=make_samples(
-        shapes=[
-            ((5, 13), make_options(p=0.1)),
-            ((0, 5), make_options(p=0.5)),
-            ((), make_options(p=0.3)),
-            ((2, 8, 3, 4), make_options(p=0.9)),
-            ((9,), make_options(p=1.0)),
+        [
+            *(sample((5, 13), p=0.1), sample((0, 5), p=0.5), sample((), p=0.3), sample((2, 8, 3, 4), p=0.9)),
+            sample((9,), p=1.0),
         ],
         absent=[()],
         layouts=["contiguous", "transposed", "expanded", "channels_last"],
     ),
-    small=Sample((2, 3, 4), make_options(p=0.4)),
-    tiny=Sample((1, 3), make_options(p=0.4)),
-    large=(Sample((3, 4099), make_options(p=0.4)),),
+    small=sample((2, 3, 4), p=0.4),
+    tiny=sample((1, 3), p=0.4),
+    large=(sample((3, 4099), p=0.4),),
     not_kept=("x", "y"),
     operands=Dropout.of,
     # y_bar alone gives x_bar: what is dropped is drawn anew.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from perf.calls import EPS
 from perf.ops.layer_norm import CHANNELS_LAST, LAYER_NORM, LayerNorm, with_params
-from perf.ops.samples import ABSENT_PARAMS, LAYOUTS, Sample, make_options, make_samples, true_norm
+from perf.ops.samples import ABSENT_PARAMS, LAYOUTS, make_samples, sample, shaped, true_norm
 from perf.ops.workload import Workload
 
 
@@ -48,7 +48,7 @@ def _operands(workload: Workload, *, silu: bool = False) -> LayerNorm:
     return with_params(LayerNorm.draw(shape, workload.torch_dtype, **kind), workload)
 
 
-_TWO, _ONE = make_options(num_groups=2), make_options(num_groups=1)
+_TWO = shaped((3, 4, 3, 5), (0, 4, 3), (5, 6), (1, 4, 2, 3, 2), num_groups=2)
 GROUP_NORM = LAYER_NORM.sibling(
     "group_norm",
     LAYER_NORM.arguments,
@@ -56,20 +56,11 @@ GROUP_NORM = LAYER_NORM.sibling(
     truth=_true_group_norm,
     parameter_shape=lambda sample, name: (sample.shape[1],),
     samples=make_samples(
-        [
-            ((3, 4, 3, 5), _TWO),
-            ((2, 3, 7), _ONE),
-            ((0, 4, 3), _TWO),
-            ((5, 6), _TWO),
-            ((2, 4, 33), make_options(num_groups=4)),
-            ((1, 4, 2, 3, 2), _TWO),
-        ],
-        ABSENT_PARAMS,
-        LAYOUTS,
+        [*_TWO, sample((2, 3, 7), num_groups=1), sample((2, 4, 33), num_groups=4)], ABSENT_PARAMS, LAYOUTS
     ),
-    small=Sample((2, 4, 2), _TWO),
-    tiny=Sample((1, 2, 2), _ONE),
-    large=(Sample((1, 4, 17_000), _TWO), Sample((2_100, 4, 3), _TWO), Sample((2, 600, 9), _TWO)),
+    small=sample((2, 4, 2), num_groups=2),
+    tiny=sample((1, 2, 2), num_groups=1),
+    large=tuple(shaped((1, 4, 17_000), (2_100, 4, 3), (2, 600, 9), num_groups=2)),
     operands=_operands,
     options=_options,
 )

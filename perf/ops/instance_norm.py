@@ -11,7 +11,7 @@ from torch import Tensor
 
 from perf.calls import EPS
 from perf.ops.batch_norm import BATCH_NORM, MOMENTUM, NO_RUNNING, BatchNorm, true_training_norm
-from perf.ops.samples import ABSENT_PARAMS, LAYOUTS, Sample, make_samples
+from perf.ops.samples import ABSENT_PARAMS, LAYOUTS, make_samples, sample, shaped
 from perf.ops.workload import Workload
 from primitives.ops.norms.group_norm import pure_instance_norm
 
@@ -41,12 +41,12 @@ INSTANCE_NORM = BATCH_NORM.sibling(
     function=_with_state,
     truth=functools.partial(true_training_norm, batch=False),
     samples=make_samples(
-        [((3, 2, 3, 5), ()), ((0, 3, 2), ()), ((2, 3, 7), ()), ((2, 3, 2, 2, 3), ())],
+        shaped((3, 2, 3, 5), (0, 3, 2), (2, 3, 7), (2, 3, 2, 2, 3)),
         [*ABSENT_PARAMS, NO_RUNNING, ("bias", *NO_RUNNING)],
         LAYOUTS,
     ),
-    small=Sample((2, 2, 3)),
-    tiny=Sample((1, 2, 2), absent=NO_RUNNING),
-    large=(Sample((2, 3, 17_000)),),
+    small=sample((2, 2, 3)),
+    tiny=sample((1, 2, 2), NO_RUNNING),
+    large=(sample((2, 3, 17_000)),),
     operands=_operands,
 )

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from perf.calls import EPS, Operands, randoms
 from perf.ops.record import Op
-from perf.ops.samples import ABSENT_PARAMS, Sample, make_options, make_samples, true_norm
+from perf.ops.samples import ABSENT_PARAMS, make_samples, sample, shaped, true_norm
 from perf.ops.workload import Workload
 from primitives.ops.norms.layer_norm import NormOptions
 from primitives.ops.rules import CHANNELS_LAST, with_layout
@@ -60,7 +60,6 @@ def with_params(operands: Operands, workload: Workload, *, centered: bool = True
     return operands.change(centered=centered, **dict.fromkeys(absent))
 
 
-_ONE_AXIS = make_options(norm_ndim=1)
 LAYER_NORM = Op(
     name="layer_norm",
     call=_layer_norm,
@@ -68,21 +67,16 @@ LAYER_NORM = Op(
     arguments=("x", "weight", "bias"),
     parameter_shape=lambda sample, name: sample.shape[-dict(sample.options)["norm_ndim"] :],
     samples=make_samples(
-        shapes=[
-            ((13, 31), _ONE_AXIS),
-            ((0, 5), _ONE_AXIS),
-            ((1, 1), _ONE_AXIS),
-            ((3, 257), _ONE_AXIS),
-            ((2, 2, 5, 4), make_options(norm_ndim=2)),
-            ((2, 7), make_options(norm_ndim=2)),
-            ((9,), _ONE_AXIS),
+        [
+            *shaped((13, 31), (0, 5), (1, 1), (3, 257), (9,), norm_ndim=1),
+            *shaped((2, 2, 5, 4), (2, 7), norm_ndim=2),
         ],
         absent=ABSENT_PARAMS,
         constant_when_expanded=lambda shape: len(shape) == 1,
     ),
-    small=Sample((2, 3, 4), _ONE_AXIS),
-    tiny=Sample((1, 3), _ONE_AXIS),
-    large=(Sample((3, 8195), _ONE_AXIS), Sample((17_000, 9), _ONE_AXIS), Sample((5, 16_500), _ONE_AXIS)),
+    small=sample((2, 3, 4), norm_ndim=1),
+    tiny=sample((1, 3), norm_ndim=1),
+    large=tuple(shaped((3, 8195), (17_000, 9), (5, 16_500), norm_ndim=1)),
     not_kept=("bias", "y"),
     operands=LayerNorm.of,
     num_params=2,

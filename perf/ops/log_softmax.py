@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from perf.ops._row_maps import RowMapOperands, row_map
-from perf.ops.samples import make_options
+from perf.ops.samples import sample, shaped
 
 
 def _call(functional: Any, x: Tensor, dim: int = -1, dtype: torch.dtype | None = None) -> Tensor:
@@ -34,12 +34,9 @@ LOG_SOFTMAX = row_map(
     LogSoftmax,
     call=_call,
     truth=_true_log_softmax,
-    shapes=[
-        ((5, 0), make_options(dim=0)),
-        ((), make_options(dim=0)),
-        ((2, 7), make_options(dim=-1, dtype=torch.float32)),
-        ((7, 2), make_options(dim=0, dtype=torch.float16)),
-        ((4, 3), make_options(dim=0, dtype=torch.float64)),
+    more=[
+        *(*shaped((5, 0), (), dim=0), sample((2, 7), dim=-1, dtype=torch.float32)),
+        *(sample((7, 2), dim=0, dtype=torch.float16), sample((4, 3), dim=0, dtype=torch.float64)),
     ],
     rounds_twice=("fwd_jvp",),
 )

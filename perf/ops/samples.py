@@ -46,26 +46,37 @@ class Sample:
         return "-".join(parts)
 
 
-def make_options(**options: Any) -> tuple[tuple[str, Any], ...]:
-    """Keyword arguments of a sample."""
-    return tuple(options.items())
+def sample(
+    shape: tuple[int, ...],
+    absent: tuple[str, ...] = (),
+    layout: str = "contiguous",
+    mixed: bool = False,
+    **options: Any,
+) -> Sample:
+    """The sample with these keyword arguments."""
+    return Sample(shape, tuple(options.items()), absent, layout, mixed)
+
+
+def shaped(*shapes: tuple[int, ...], **options: Any) -> list[Sample]:
+    """Samples of these shapes with the same keyword arguments."""
+    return [sample(shape, **options) for shape in shapes]
 
 
 def make_samples(
-    shapes: Sequence[tuple],
+    shaped: Sequence[Sample],
     absent: Sequence[tuple] = ((),),
     layouts: Sequence[str] = LAYOUTS[:4],
     constant_when_expanded: Callable[[tuple[int, ...]], bool] = lambda shape: False,
 ) -> tuple[Sample, ...]:
-    """All pairs of shape with options, layout, absent arguments and mixed dtypes.
+    """All pairs of a sample's shape with its options, layout, absent arguments and mixed dtypes.
 
     Left out are layouts of fewer than two elements, and expanded shapes all of whose normalized values are equal: there
     the rounding of the mean, times 1 / sqrt(eps), is all that remains.
     """
     mixed = (False, True) if len(absent) > 1 else (False,)
-    rows = pairwise(shape=[s for s in shapes if math.prod(s[0]) > 1], layout=layouts, absent=absent, mixed=mixed)
-    rows += pairwise(shape=[s for s in shapes if math.prod(s[0]) < 2], layout=layouts[:1], absent=absent)
-    samples = [Sample(*row.pop("shape"), **row) for row in rows]
+    rows = pairwise(one=[s for s in shaped if s.numel > 1], layout=layouts, absent=absent, mixed=mixed)
+    rows += pairwise(one=[s for s in shaped if s.numel < 2], layout=layouts[:1], absent=absent)
+    samples = [dataclasses.replace(row.pop("one"), **row) for row in rows]
     return tuple(s for s in samples if s.layout != "expanded" or not constant_when_expanded(s.shape))
 
 

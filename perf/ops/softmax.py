@@ -9,7 +9,7 @@ from torch import Tensor
 
 from perf.calls import random
 from perf.ops._row_maps import RowMapOperands, row_map
-from perf.ops.samples import Sample, make_options, make_samples
+from perf.ops.samples import make_samples, sample, shaped
 from perf.ops.workload import Workload
 
 
@@ -57,27 +57,17 @@ SOFTMAX = row_map(
     arguments=("x", "mask"),
     parameter_shape=lambda sample, name: sample.shape[1:],
     samples=make_samples(
-        shapes=[
-            ((13, 31), make_options(dim=0)),
-            ((0, 5), make_options(dim=1)),
-            ((5, 0), make_options(dim=0)),
-            ((1, 1), make_options(dim=-1)),
-            ((3, 257), make_options(dim=1, scale=0.3)),
-            ((2, 5, 3, 4), make_options(dim=1, scale=-1.5)),
-            ((2, 7), make_options(dim=-1, dtype=torch.float32)),
-            ((7, 2), make_options(dim=0, dtype=torch.float16)),
-            ((4, 3), make_options(dim=0, dtype=torch.float64, scale=0.0)),
-            ((9,), make_options(dim=0)),
+        [
+            *(*shaped((13, 31), (5, 0), (9,), dim=0), sample((0, 5), dim=1), sample((1, 1), dim=-1)),
+            *(sample((3, 257), dim=1, scale=0.3), sample((2, 5, 3, 4), dim=1, scale=-1.5)),
+            *(sample((2, 7), dim=-1, dtype=torch.float32), sample((7, 2), dim=0, dtype=torch.float16)),
+            sample((4, 3), dim=0, dtype=torch.float64, scale=0.0),
         ],
         absent=[(), ("mask",)],
     ),
-    small=Sample((2, 3, 2), make_options(dim=1, scale=0.7)),
-    tiny=Sample((1, 3), make_options(dim=1, scale=0.7)),
-    large=(
-        Sample((3, 8195), make_options(dim=1), absent=("mask",)),
-        Sample((3, 66_000), make_options(dim=1, scale=0.7)),
-        Sample((8200, 17), make_options(dim=0)),
-    ),
+    small=sample((2, 3, 2), dim=1, scale=0.7),
+    tiny=sample((1, 3), dim=1, scale=0.7),
+    large=(*(sample((3, 8195), ("mask",), dim=1), sample((3, 66_000), dim=1, scale=0.7), sample((8200, 17), dim=0)),),
     not_kept=("x", "mask"),
     rounds_twice=("fwd_jvp",),
 )

@@ -7,7 +7,7 @@ import torch
 from torch.testing import assert_close
 
 import primitives as pr
-from perf.ops.samples import Sample, make_options
+from perf.ops.samples import sample
 from perf.ops.softmax import SOFTMAX
 from tests.properties import check_jvp, check_second_order, check_vjp
 from tests.support import data
@@ -23,12 +23,12 @@ INF = torch.inf
 @pytest.mark.parametrize("scale", [1.0, 0.7])
 def test_an_added_mask_has_derivatives_of_two_orders(names, scale, device):
     for dtype, layout in ((torch.float64, "contiguous"), (torch.float64, "expanded"), (torch.bfloat16, "transposed")):
-        sample = Sample((2, 3, 4), make_options(dim=1, scale=scale), layout=layout)
-        inputs = MASKED.inputs(sample, dtype, device)
-        check_vjp(MASKED, sample, inputs, names)
-        check_jvp(MASKED, sample, inputs, names)
+        drawn = sample((2, 3, 4), layout=layout, dim=1, scale=scale)
+        inputs = MASKED.inputs(drawn, dtype, device)
+        check_vjp(MASKED, drawn, inputs, names)
+        check_jvp(MASKED, drawn, inputs, names)
         if dtype is torch.float64:
-            check_second_order(MASKED, sample, dtype, device, names)
+            check_second_order(MASKED, drawn, dtype, device, names)
 
 
 MASKS = {"of keys": (2, 1, 1, 5), "of pairs": (4, 5), "of samples": (2, 1, 4, 5), "of rows": (2, 3, 4, 1), "one": ()}
