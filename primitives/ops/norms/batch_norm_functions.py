@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -127,26 +128,30 @@ def pure_batch_norm(
         tensor([0.2000])
     """
     given = (input, running_mean, running_var, weight, bias, training, momentum, eps)
-    return _batch_norm_tree("pure_batch_norm", given, namespace)
+    return batch_norm_tree("pure_batch_norm", given, namespace, in_place=False)
 
 
-def _batch_norm_tree(name: str, given: tuple, namespace: str, residual: Any = None) -> BatchNormOutput:
-    """The function of this name over a pytree; but for the pure one, new running statistics are written too."""
+def batch_norm_tree(
+    name: str, given: tuple, namespace: str = "", residual: Any = None, *, in_place: bool = True
+) -> BatchNormOutput:
+    """The function of this name over a pytree; `in_place`, new running statistics are written too."""
     input, running_mean, running_var, weight, bias, training, momentum, eps = given
-    in_place, relu = name != "pure_batch_norm", name == "batch_norm_relu"
-    arguments.momentum(name, momentum)
+    is_of_samples = name == "instance_norm"
+    arguments.number(name, "momentum", momentum) if is_of_samples else arguments.momentum(name, momentum)
     arguments.number(name, "eps", eps)
     if training:
         arguments.positive_eps(name, eps)
 
     check = functools.partial(arguments.batch_norm, name, training=training, writes=in_place and training)
 
-    def compute(x: Tensor, mean: Any, var: Any, weight: Any, bias: Any, residual: Any) -> tuple[Tensor, Any, Any]:
+    def compute(x: Tensor, mean: Any, var: Any, weight: Any, bias: Any, residual: Any) -> tuple[Any, ...]:
         weight = weight_beside(bias, weight, x)
+        if is_of_samples and training:
+            return _of_samples(x, mean, var, weight, bias, momentum, eps, in_place=in_place)
         # An empty tensor of one axis has the channels of what comes with it.
         rows = x.reshape(0, arguments.channels_of_nothing(mean, weight, bias)) if x.dim() == 1 else x
         residual = None if residual is None else residual.reshape(rows.shape)
-        last = {"in_place": in_place, "relu": relu, "residual": residual}
+        last = {"in_place": in_place, "relu": name == "batch_norm_relu", "residual": residual}
         y, mean, var = batch_norm_of_tensors(rows, mean, var, weight, bias, training, momentum, eps, **last)
         return y.reshape(x.shape) if x.dim() == 1 else y, mean, var
 
@@ -154,6 +159,30 @@ def _batch_norm_tree(name: str, given: tuple, namespace: str, residual: Any = No
     prefixes["residual"] = residual
     trees = map_tensors(name, check, compute, input, prefixes, namespace=namespace, num_results=3)
     return BatchNormOutput(*trees)
+
+
+def _of_samples(
+    x: Tensor, mean: Any, var: Any, weight: Any, bias: Any, momentum: float, eps: float, *, in_place: bool
+) -> tuple[Any, ...]:
+    """Batch norm in which every channel of every sample is a channel, and the mean of its statistics over samples."""
+    samples, channels = x.shape[:2]
+    each: Any = [None if p is None else p.repeat(samples) for p in (mean, var, weight, bias)]
+    flat = x.reshape(1, samples * channels, math.prod(x.shape[2:]))
+    found: Any = batch_norm_of_tensors(flat, *each, training=True, momentum=momentum, eps=eps, in_place=False)
+    y, *moved = found
+    if samples and mean is not None:
+        moved = [value.reshape(samples, channels).mean(0) for value in moved]
+        if in_place:
+            write_back([mean, var], moved)
+    return in_shape(y, x), *(moved if samples else (mean, var))
+
+
+def in_shape(y: Tensor, x: Tensor) -> Tensor:
+    """`y`, for its one owner, in the shape of `x`: not as a view, which `ReLU(inplace=True)` may not write to."""
+    if torch.jit.is_tracing():
+        # Its tracer takes the sizes of an operator's call for constants.
+        return y.reshape(x.shape)
+    return torch.ops.aten._unsafe_view(y, x.shape)
 
 
 def batch_norm(
@@ -222,7 +251,7 @@ def batch_norm(
             return cast("PyTree", recorded(torch.batch_norm(cast("Tensor", input), *options)))
         except RuntimeError:
             pass  # A check of this package says what is wrong.
-    return _batch_norm_tree("batch_norm", given, namespace).output
+    return batch_norm_tree("batch_norm", given, namespace).output
 
 
 def batch_norm_relu(
@@ -277,4 +306,4 @@ def batch_norm_relu(
                 [1.5000]])
     """
     given: Any = (input, running_mean, running_var, weight, bias, training, momentum, eps)
-    return _batch_norm_tree("batch_norm_relu", given, namespace, residual).output
+    return batch_norm_tree("batch_norm_relu", given, namespace, residual).output

@@ -11,13 +11,10 @@ from torch import Tensor
 
 from primitives._core.trees.leaves import map_tensors
 from primitives._core.typing import Prefix, PyTree
-from primitives._core.write_back import write_back
 from primitives._repair.nodes import recorded
 from primitives._repair.plain import is_plain_on_cpu
 from primitives.ops import arguments
-from primitives.ops.norms.batch_norm_eval import batch_norm_eval_p
-from primitives.ops.norms.batch_norm_functions import batch_norm_of_tensors
-from primitives.ops.norms.channels import ChannelOptions
+from primitives.ops.norms.batch_norm_functions import batch_norm_tree, in_shape
 from primitives.ops.norms.group_norm_silu import group_norm_silu_p
 from primitives.ops.norms.layer_norm import NormOptions, layer_norm_p
 from primitives.ops.rules import CHANNELS_LAST, weight_beside
@@ -115,15 +112,7 @@ def group_norm_of_tensors(
     grouped = CHANNELS_LAST if x.dim() in (4, 5) and x.stride(1) == 1 and not x.is_contiguous() else 1
     op = layer_norm_p if activation is None else group_norm_silu_p
     out = op(groups, weight, bias, *NormOptions(2, eps, grouped=grouped))
-    return _in_shape(out[0], x), out[1], out[2]
-
-
-def _in_shape(y: Tensor, x: Tensor) -> Tensor:
-    """`y`, for its one owner, in the shape of `x`: not as a view, which `ReLU(inplace=True)` may not write to."""
-    if torch.jit.is_tracing():
-        # Its tracer takes the sizes of an operator's call for constants.
-        return y.reshape(x.shape)
-    return torch.ops.aten._unsafe_view(y, x.shape)
+    return in_shape(out[0], x), out[1], out[2]
 
 
 def instance_norm(
@@ -185,45 +174,9 @@ def instance_norm(
         Ulyanov, Vedaldi, Lempitsky, "Instance Normalization", arXiv:1607.08022, 2016.
     """
     given = (input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
-    return _instance_norm_tree(given, namespace, in_place=True)[0]
+    return batch_norm_tree("instance_norm", given, namespace).output
 
 
 def pure_instance_norm(*given: Any) -> tuple[Any, Any, Any]:
     """`instance_norm` of these arguments, and the new running statistics, of which none is written."""
-    return _instance_norm_tree(given, "", in_place=False)
-
-
-def _instance_norm_tree(given: tuple, namespace: str, *, in_place: bool) -> tuple[Any, Any, Any]:
-    input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps = given
-    for name, value in (("momentum", momentum), ("eps", eps)):
-        arguments.number("instance_norm", name, value)
-    if use_input_stats:
-        arguments.positive_eps("instance_norm", eps)
-
-    options = {"training": use_input_stats, "writes": in_place and use_input_stats}
-    check = functools.partial(arguments.batch_norm, "instance_norm", **options)
-
-    def compute(x: Tensor, mean: Any, var: Any, weight: Any, bias: Any) -> tuple[Tensor, Any, Any]:
-        weight = weight_beside(bias, weight, x)
-        if not use_input_stats:
-            return batch_norm_eval_p(x, weight, bias, mean, var, *ChannelOptions(eps)), mean, var
-        y, *moved = _of_samples(x, mean, var, weight, bias, momentum, eps)
-        if in_place and mean is not None:
-            write_back([mean, var], moved)
-        return y, *moved
-
-    prefixes = {"running_mean": running_mean, "running_var": running_var, "weight": weight, "bias": bias}
-    return map_tensors("instance_norm", check, compute, input, prefixes, namespace=namespace, num_results=3)
-
-
-def _of_samples(
-    x: Tensor, mean: Any, var: Any, weight: Any, bias: Any, momentum: float, eps: float
-) -> tuple[Tensor, Any, Any]:
-    """Batch norm in which every channel of every sample is a channel, and the mean of its statistics over samples."""
-    samples, channels = x.shape[:2]
-    each: Any = [None if p is None else p.repeat(samples) for p in (mean, var, weight, bias)]
-    flat = x.reshape(1, samples * channels, math.prod(x.shape[2:]))
-    y, *moved = batch_norm_of_tensors(flat, *each, training=True, momentum=momentum, eps=eps, in_place=False)
-    if samples:
-        mean, var = (None if value is None else value.reshape(samples, channels).mean(0) for value in moved)
-    return _in_shape(y, x), mean, var
+    return batch_norm_tree("instance_norm", given, in_place=False)
