@@ -28,8 +28,7 @@ from torch.utils import _pytree as pytree
 
 import primitives as pr
 from perf.compiled_losses import CASES, Case
-from perf.measuring import in_turns, once
-from perf.memory import peak
+from perf.measuring import in_turns, once, peak
 from perf.pages import table
 from primitives.tracing._torch_private import bottom
 

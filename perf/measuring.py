@@ -1,7 +1,8 @@
-"""How times are taken: samples of all contestants in turns, so that a clock that drifts favors none."""
+"""How times are taken, of all contestants in turns, so that a clock that drifts favors none; and memory on the CPU."""
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -39,3 +40,15 @@ def once(step: Callable[[], Any]) -> float:
     start = benchmark.timer()
     step()
     return benchmark.timer() - start
+
+
+def peak(run: Callable[[], Any]) -> int:
+    """The most bytes that are alive at one time while it runs, of what it allocates."""
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
+    ) as profile:
+        run()
+    profiler: Any = profile.profiler
+    events = profiler.kineto_results.events()
+    changes = sorted((e.start_ns(), i, e.nbytes()) for i, e in enumerate(events) if e.name() == "[memory]")
+    return max(itertools.accumulate(change for *_, change in changes))

@@ -11,8 +11,7 @@ from torch._ops import OpOverload
 
 from primitives._core.decomposition import decomposition_table, register_decomposition
 from primitives._core.write_back import write_back
-from primitives.decompositions._norm_backwards import native_batch_norm_backward
-from primitives.decompositions._norm_checks import check_batch_norm
+from primitives.decompositions._norms import check_batch_norm, native_batch_norm_backward
 from primitives.decompositions._statistics import accumulated, channel_shape, constant_p, moments, saved_dtype, scaled
 
 aten = torch.ops.aten

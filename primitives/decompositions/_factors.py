@@ -13,7 +13,7 @@ from torch import Tensor
 
 from primitives._core import Primitive
 from primitives._core.decomposition import register_decomposition
-from primitives.decompositions._norm_checks import require
+from primitives.decompositions._norms import require
 from primitives.decompositions._statistics import constant_p
 
 aten = torch.ops.aten

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from primitives._core.decomposition import decomposition_table, register_decomposition, register_decomposition_for_jvp
-from primitives.decompositions._norm_checks import require
+from primitives.decompositions._norms import require
 from primitives.decompositions._reductions import scatter_reduce
 from primitives.decompositions._statistics import constant_p
 

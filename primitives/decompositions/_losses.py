@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from primitives._core.decomposition import register_decomposition
-from primitives.decompositions._norm_checks import require
+from primitives.decompositions._norms import require
 from primitives.decompositions._statistics import accumulated, constant_p, of_part
 
 aten = torch.ops.aten

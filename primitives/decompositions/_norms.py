@@ -1,8 +1,9 @@
-"""Decompositions of layer norm, group norm and weight norm.
+"""Decompositions of layer norm, group norm and weight norm, of backward operators of norms, and torch's requirements.
 
-ATen returns mean and reciprocal standard deviation, and takes those of a layer norm for constants in second and higher
-derivatives; here they are plain functions of the input. Of group norm torch refuses the jvp in channels_last. Weight
-norm has no jvp in torch, and its backward takes the norm for a constant: reversed twice it is silently wrong.
+ATen returns mean and reciprocal standard deviation, hands them to the backward operators, and takes them there, and in
+second and higher derivatives of a layer norm, for constants; here they are plain functions of the input. Of group norm
+torch refuses the jvp in channels_last. Weight norm has no jvp in torch, and its backward takes the norm for a constant:
+reversed twice it is silently wrong.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ import torch
 from torch import Tensor
 
 from primitives._core.decomposition import decomposition_table, register_decomposition
-from primitives.decompositions._norm_checks import check_group_norm, check_layer_norm
+from primitives._core.errors import PrimitivesError
 from primitives.decompositions._statistics import (
     accumulated,
     channel_shape,
+    constant_p,
     moments,
     of_part,
     saved_dtype,
@@ -24,6 +26,91 @@ from primitives.decompositions._statistics import (
 )
 
 aten = torch.ops.aten
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise what torch raises unless a condition holds; Dynamo does not trace `torch._check` with such a message.
+
+    Raises:
+        RuntimeError: If it does not hold.
+    """
+    if not condition:
+        raise RuntimeError(message)
+
+
+class _MissingStatisticsError(PrimitivesError, RuntimeError, ValueError):
+    """torch raises a RuntimeError from `batch_norm`, and a ValueError (or crashes) from `native_batch_norm`."""
+
+
+def _check_dtypes(caller: str, x: Tensor, *parameters: Tensor | None) -> None:
+    if not x.is_floating_point():
+        raise NotImplementedError(f"{caller}: input must be floating point, got {x.dtype}.")
+    allowed = [x.dtype, torch.float32] if x.dtype in (torch.float16, torch.bfloat16) else [x.dtype]
+    found = [parameter.dtype for parameter in parameters if parameter is not None]
+    if any(dtype != found[0] or dtype not in allowed for dtype in found):
+        raise RuntimeError(
+            f"{caller}: weight, bias and any running statistics must have one dtype, "
+            f"{' or '.join(map(str, allowed))} for an input of {x.dtype}, got {', '.join(map(str, found))}."
+        )
+
+
+def _check_shapes(caller: str, wanted: list[int], source: str, parameters: dict[str, Tensor | None]) -> None:
+    for name, value in parameters.items():
+        if value is not None and list(value.shape) != wanted:
+            raise RuntimeError(f"{caller}: {name} must have shape {wanted} ({source}), got {list(value.shape)}.")
+
+
+def check_layer_norm(
+    caller: str, x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, bias: Tensor | None
+) -> None:
+    """Raise what torch raises for these arguments of a layer norm."""
+    shape = list(normalized_shape)
+    if not shape:
+        raise RuntimeError(f"{caller}: normalized_shape must have at least one axis, got [].")
+    _check_shapes(caller, shape, "normalized_shape", {"weight": weight, "bias": bias})
+    if list(x.shape[-len(shape) :]) != shape:
+        raise RuntimeError(f"{caller}: the last axes of input must be {shape} (normalized_shape), got {list(x.shape)}.")
+    _check_dtypes(caller, x, weight, bias)
+
+
+def check_batch_norm(
+    caller: str,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+) -> None:
+    """Raise what torch raises for these arguments of a batch norm."""
+    running = {"running_mean": running_mean, "running_var": running_var}
+    for name, statistic in running.items():
+        if statistic is None and not training:
+            raise _MissingStatisticsError(f"{caller}: {name} must be given in evaluation mode.")
+    channels = [x.shape[1] if x.dim() > 1 else 0]
+    # torch counts the elements of weight and bias, whatever their shape.
+    affine = {"weight": weight, "bias": bias}
+    flat = {name: None if value is None else value.flatten() for name, value in affine.items()}
+    _check_shapes(caller, channels, "axis 1 of input", {**running, **flat})
+    if (running_mean is None) != (running_var is None):
+        raise ValueError(f"{caller}: running_mean and running_var must be given together or not at all.")
+    if x.dim() < 2:
+        raise IndexError(f"{caller}: input must have at least 2 axes, [N, C, *], got shape {list(x.shape)}.")
+    _check_dtypes(caller, x, weight, bias, running_mean, running_var)
+    for name, statistic in running.items() if training and torch.is_grad_enabled() else ():
+        if statistic is not None and statistic.requires_grad:
+            raise RuntimeError(f"{caller}: {name} must not require grad in training: there it is state, not an input.")
+
+
+def check_group_norm(caller: str, x: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None) -> None:
+    """Raise what torch raises for these arguments of a group norm."""
+    if x.dim() < 2:
+        raise RuntimeError(f"{caller}: input must have at least 2 axes, [N, C, *], got shape {list(x.shape)}.")
+    channels = x.shape[1]
+    if num_groups < 1 or channels % num_groups:
+        raise RuntimeError(f"{caller}: num_groups must be positive and divide {channels} channels, got {num_groups}.")
+    _check_shapes(caller, [channels], "axis 1 of input", {"weight": weight, "bias": bias})
+    _check_dtypes(caller, x, weight, bias)
 
 
 @register_decomposition(aten.native_layer_norm)
@@ -96,3 +183,81 @@ def weight_norm_interface(v: Tensor, g: Tensor, dim: int = 0) -> tuple[Tensor, T
 
 
 of_part(aten._weight_norm, aten._weight_norm_interface.default, 0)
+
+
+def _projected(v: Tensor, x_hat: Tensor, rstd: Tensor, axes: list[int]) -> Tensor:
+    return rstd * (v - v.mean(axes, keepdim=True) - x_hat * (v * x_hat).mean(axes, keepdim=True))
+
+
+@register_decomposition(aten.native_layer_norm_backward)
+def native_layer_norm_backward(
+    grad_out: Tensor,
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    output_mask: Sequence[bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Cotangents of input, weight and bias of a layer norm; what the mask leaves out, or is not there, is `None`."""
+    axes = list(range(-len(normalized_shape), 0))
+    rows = list(range(input.dim() - len(normalized_shape)))
+    x, y_bar = accumulated(input), accumulated(grad_out)
+    mean, variance = moments(x, axes)
+    # ATen does not pass eps on. It is what separates the variance from 1 / rstd**2, and no function of the input.
+    eps = constant_p(rstd.to(x.dtype).pow(-2) - variance)
+    rstd = (variance + eps).rsqrt()
+    x_hat = (x - mean) * rstd
+    x_bar = weight_bar = bias_bar = None
+    if output_mask[0]:
+        x_bar = _projected(y_bar if weight is None else y_bar * weight, x_hat, rstd, axes).to(input.dtype)
+    if output_mask[1] and weight is not None:
+        weight_bar = _sum(y_bar * x_hat, rows).to(weight.dtype)
+    if output_mask[2] and bias is not None:
+        bias_bar = _sum(y_bar, rows).to(bias.dtype)
+    return x_bar, weight_bar, bias_bar
+
+
+def _sum(v: Tensor, axes: list[int]) -> Tensor:
+    # An empty list of axes means all of them to torch.
+    return v.sum(axes) if axes else v
+
+
+@register_decomposition(aten.native_batch_norm_backward)
+def native_batch_norm_backward(
+    grad_out: Tensor,
+    input: Tensor,
+    weight: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    save_mean: Tensor | None,
+    save_invstd: Tensor | None,
+    train: bool,
+    eps: float,
+    output_mask: Sequence[bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Cotangents of input, weight and bias of a batch norm; what the mask leaves out is `None`.
+
+    Weight and bias have the shape `[C]`; ATen gives bias its cotangent even without a weight.
+    """
+    x, y_bar = accumulated(input), accumulated(grad_out)
+    axes, shape = [0, *range(2, x.dim())], channel_shape(x)
+    dtype = input.dtype if weight is None else weight.dtype
+    if train:
+        mean, variance = moments(x, axes)
+    elif running_mean is None or running_var is None:
+        raise RuntimeError("native_batch_norm_backward: running_mean and running_var must be given in evaluation mode.")
+    else:
+        mean, variance = (accumulated(running_mean).reshape(shape), accumulated(running_var).reshape(shape))
+    rstd = (variance + eps).rsqrt()
+    x_hat = (x - mean) * rstd
+    x_bar = weight_bar = bias_bar = None
+    if output_mask[0]:
+        x_bar = _projected(y_bar, x_hat, rstd, axes) if train else y_bar * rstd
+        x_bar = (x_bar if weight is None else x_bar * weight.reshape(shape)).to(input.dtype)
+    if output_mask[1]:
+        weight_bar = (y_bar * x_hat).sum(axes).to(dtype)
+    if output_mask[2]:
+        bias_bar = y_bar.sum(axes).to(dtype)
+    return x_bar, weight_bar, bias_bar

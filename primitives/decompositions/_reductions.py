@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from primitives._core.decomposition import register_decomposition
-from primitives.decompositions._norm_checks import require
+from primitives.decompositions._norms import require
 from primitives.decompositions._statistics import accumulated, constant_p
 
 aten = torch.ops.aten

@@ -14,7 +14,7 @@ from torch import Tensor, _decomp
 from torch._prims_common import get_computation_dtype
 
 from primitives._core.decomposition import register_decomposition
-from primitives.decompositions._norm_checks import require
+from primitives.decompositions._norms import require
 
 aten = torch.ops.aten
 

@@ -1,4 +1,4 @@
-"""A checkpointed function as a function of all tensors that it uses: arguments, captured ones, parameters, buffers."""
+"""`checkpoint`, and a function as one of all tensors that it uses: arguments, captured ones, parameters, buffers."""
 
 from __future__ import annotations
 
@@ -6,19 +6,20 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import _C, Tensor
 from torch._C import _functorch  # type: ignore[attr-defined] - no stub
 from torch.nn.modules.batchnorm import _NormBase
 from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint as torch_checkpoint
 from torch.utils._pytree import arg_tree_leaves
 from torch.utils.checkpoint import get_device_states
 
 from primitives._core.batching import rewinder
 from primitives._core.errors import LeafError, MutationError
-from primitives._core.recomputation import Recomputable
+from primitives._core.recomputation import Recomputable, recomputed
 from primitives._core.trees.nodes import ARGUMENTS, RESULTS, flattened
 from primitives._repair.switch import is_repaired, repaired_thread
 from primitives.func._reached import Reached
@@ -27,6 +28,8 @@ from primitives.tracing._modules.lending import attributes_kept, is_lending, run
 from primitives.tracing._recompute import replaying_checkpoints, replays
 from primitives.tracing._torch_private import has_data_mutation, is_functional
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 Context = Callable[[], contextlib.AbstractContextManager]
 
 _write_back = torch.ops.primitives.write_back.default
@@ -321,3 +324,54 @@ class Guard(TorchFunctionMode):
 
 # Torch's batch norms do not count that they write; places of their statistics, and of whether they do.
 _WRITES_STATISTICS = {torch.nn.functional.batch_norm: (1, 2, 5), torch.batch_norm: (3, 4, 5)}
+
+
+def checkpoint(fn: Callable[_P, _R], /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+    """`fn(*args, **kwargs)`, of which nothing but the arguments is kept: a backward pass computes the rest again.
+
+    It works under every transform, in any nesting, where `torch.utils.checkpoint` raises: so a loss with a JVP in it
+    keeps, for its backward pass, the arguments and tangents of each checkpointed block. `torch.compile` takes it too.
+    Random numbers are the same when they are drawn again, also those of an explicit state.
+
+    Args:
+        fn: Function of pytrees, whose tensors are its arguments and the parameters and buffers of modules: `fn` itself,
+            or what it reaches by its closure, its globals, attributes of objects, or `functools.partial`. Buffers that
+            it changes are changed once. Attributes that a module assigns are forgotten.
+        *args: Its arguments.
+        **kwargs: Its keyword arguments.
+
+    Returns:
+        The result of `fn`.
+
+    Raises:
+        LeafError: If `fn` uses a tensor that requires grad, or belongs to a transform, and reaches it otherwise; if it
+            calls `torch.autograd.grad`, for which nothing is recorded: take `torch.func.grad` there.
+
+    Example:
+        >>> import torch, primitives as pr
+        >>> block = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Tanh())
+        >>> x, v = torch.ones(2), torch.ones(2)
+        >>> y, y_dot = torch.func.jvp(lambda x: pr.func.checkpoint(block, x), (x,), (v,))
+        >>> (y - y_dot).square().sum().backward()
+        >>> block[0].weight.grad.shape
+        torch.Size([2, 2])
+    """
+    if torch.compiler.is_dynamo_compiling():
+        if not _may_be_marked():
+            return fn(*args, **kwargs)
+        # A mark for the compiler's partition.
+        return torch_checkpoint.checkpoint(fn, *args, use_reentrant=False, **kwargs)
+    if torch.is_inference_mode_enabled():
+        # Nothing is recorded, and no tensor counts how often it is written.
+        return fn(*args, **kwargs)
+    region = Region(fn, args, kwargs)
+    return region.output(recomputed(region, region.tensors))
+
+
+def _may_be_marked() -> bool:
+    """Whether no reverse-mode transform of `torch.func` is around."""
+    return _C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined] - no stub
+
+
+# As `torch.compiler.assume_constant_result` does, which would import the compiler.
+_may_be_marked._dynamo_marked_constant = True  # type: ignore[attr-defined] - set here

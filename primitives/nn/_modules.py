@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from primitives import functional
+from primitives._core.errors import ShapeError
 from primitives.nn._base import OfThisPackage, batch_normed, namespace_of
-from primitives.nn._softmax import LogSoftmax, Softmax, Softmax2d, Softmin
 from primitives.ops import arguments
 
 _Device = torch.device | str | int | None
@@ -295,6 +295,86 @@ class NLLLoss(OfThisPackage, torch.nn.NLLLoss):
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
         """The loss of the logarithms of probabilities `input`."""
         return functional.nll_loss(input, target, self.weight, ignore_index=self.ignore_index, reduction=self.reduction)
+
+
+class _OverAxis(OfThisPackage):
+    def __init__(self, dim: int | None = None, *, namespace: str = "") -> None:
+        super().__init__(dim)
+        self._over(namespace)
+
+
+class LogSoftmax(_OverAxis, torch.nn.LogSoftmax):
+    """`torch.nn.LogSoftmax` on `primitives.functional.log_softmax`.
+
+    Shape:
+        Input and output `[*]`, or a pytree of such tensors.
+
+    Example:
+        >>> import torch, primitives as pr
+        >>> pr.nn.LogSoftmax(dim=0)(torch.zeros(2))
+        tensor([-0.6931, -0.6931])
+    """
+
+    @torch.jit.ignore()
+    def forward(self, input: Tensor) -> Tensor:
+        """Logarithm of the softmax of `input` over axis `dim`."""
+        return functional.log_softmax(input, self.dim, _stacklevel=7, namespace=namespace_of(self))
+
+
+class Softmax(_OverAxis, torch.nn.Softmax):
+    """`torch.nn.Softmax` on `primitives.functional.softmax`.
+
+    Shape:
+        Input and output `[*]`, or a pytree of such tensors.
+
+    Example:
+        >>> import torch, primitives as pr
+        >>> pr.nn.Softmax(dim=0)(torch.zeros(2))
+        tensor([0.5000, 0.5000])
+    """
+
+    @torch.jit.ignore()
+    def forward(self, input: Tensor) -> Tensor:
+        """The softmax of `input` over axis `dim`."""
+        return functional.softmax(input, self.dim, _stacklevel=7, namespace=namespace_of(self))
+
+
+class Softmin(_OverAxis, torch.nn.Softmin):
+    """`torch.nn.Softmin` on `primitives.functional.softmin`.
+
+    Shape:
+        Input and output `[*]`, or a pytree of such tensors.
+
+    Example:
+        >>> import torch, primitives as pr
+        >>> pr.nn.Softmin(dim=0)(torch.zeros(2))
+        tensor([0.5000, 0.5000])
+    """
+
+    @torch.jit.ignore()
+    def forward(self, input: Tensor) -> Tensor:
+        """The softmax of `-input` over axis `dim`."""
+        return functional.softmin(input, self.dim, _stacklevel=7, namespace=namespace_of(self))
+
+
+class Softmax2d(OfThisPackage, torch.nn.Softmax2d):
+    """`torch.nn.Softmax2d` on `primitives.functional.softmax`.
+
+    Shape:
+        Input and output `[N, C, H, W]` or `[C, H, W]`.
+
+    Example:
+        >>> import torch, primitives as pr
+        >>> pr.nn.Softmax2d()(torch.zeros(2, 1, 1)).flatten()
+        tensor([0.5000, 0.5000])
+    """
+
+    @torch.jit.ignore()
+    def forward(self, input: Tensor) -> Tensor:
+        """The softmax of `input` over its channels."""
+        if input.dim() not in (3, 4):
+            raise ShapeError(f"Softmax2d: input must have 3 or 4 axes, [N, C, H, W], got {list(input.shape)}.")
+        return functional.softmax(input, -3)
 
 
 # The classes that `torch.load` may build of a file that holds a module.

@@ -8,7 +8,7 @@ from torch import nn
 from torch.autograd import forward_ad
 
 import primitives as pr
-from perf.memory import peak
+from perf.measuring import peak
 from primitives.func import checkpoint, grad, hessian, jacrev, jvp, vmap
 from primitives.func._reached import Reached
 from primitives.tracing import PhiloxState, functionalize_rng, pure_module, trace_joint

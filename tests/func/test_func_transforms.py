@@ -6,7 +6,7 @@ from func_trees import N, Pair, assert_tree, compiled, flat, leaves, like, loss,
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import primitives as pr
-from perf.memory import peak
+from perf.measuring import peak
 from primitives import func
 
 TF = torch.nn.functional

@@ -4,7 +4,7 @@ import pytest
 import torch
 from func_trees import Batch, N, assert_tree, compiled, flat, leaves, nested_tensors, output, point, randn
 
-from perf.memory import peak
+from perf.measuring import peak
 from primitives import func
 
 

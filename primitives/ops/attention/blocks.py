@@ -12,7 +12,7 @@ from torch import Tensor
 
 from primitives._core.recomputation import Recomputable, recomputed
 from primitives.ops.attention.rows import OF_KEYS, PAIRS, STREAMS, TENSORS, Problem, Rows, row_major
-from primitives.ops.dropout.words import WORDS_PER_BLOCK
+from primitives.ops.dropout.philox import WORDS_PER_BLOCK
 from primitives.ops.rules import empty_output
 
 # Bytes of one temporary [rows, keys]: a handful of them stays in a processor's last cache.

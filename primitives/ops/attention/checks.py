@@ -12,7 +12,7 @@ from torch import Tensor
 from primitives._core.errors import DeviceError, DtypeError, ShapeError
 from primitives._core.trees.leaves import require_dense
 from primitives.ops.arguments import broadcasts, floating, probability
-from primitives.ops.dropout.words import MAX_SEED
+from primitives.ops.dropout.philox import MAX_SEED
 
 MIN_DIM = 2
 

@@ -16,7 +16,7 @@ from primitives._repair.nodes import recorded
 from primitives._repair.plain import is_plain_on_cpu
 from primitives.ops.attention import checks
 from primitives.ops.attention.attention import attention_p
-from primitives.ops.dropout.words import MAX_SEED
+from primitives.ops.dropout.philox import MAX_SEED
 
 MIN_AXES = 3
 # Axes of what torch's fused kernel for the CPU takes.

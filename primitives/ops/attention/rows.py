@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from primitives.ops.dropout.words import WORDS_PER_BLOCK, draw_words
+from primitives.ops.dropout.philox import WORDS_PER_BLOCK, draw_words
 from primitives.ops.rules import accumulation_dtype
 
 

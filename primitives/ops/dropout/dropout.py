@@ -2,7 +2,7 @@ r"""Dropout: elements are set to zero at random, and the others scaled so that t
 
     y_i = x_i * noise_i,      noise_i = 1 / (1 - p) where word_i >= p * 2**32, else 0
 
-word_i is random word i of the Philox stream `seed`, counted from block `offset` (see `_philox`): an integer that is
+word_i is random word i of the Philox stream `seed`, counted from block `offset` (see `philox.py`): an integer that is
 uniform in [0, 2**32), so that an element is zeroed with probability p, to within 2**-32. i counts the elements of x in
 logical, row-major order: neither strides, nor device, nor the block sizes of a kernel change the result.
 
@@ -31,7 +31,7 @@ from primitives._core.trees.leaves import map_tensors
 from primitives._core.typing import PyTree
 from primitives.ops import arguments
 from primitives.ops.axes import Axes, def_axes
-from primitives.ops.dropout.words import MAX_SEED, draw_words
+from primitives.ops.dropout.philox import MAX_SEED, draw_words
 from primitives.ops.rules import accumulation_dtype, bind_kernels
 
 dropout_p = Primitive(

@@ -12,7 +12,7 @@ from torch import Tensor
 from primitives._core.trees.leaves import map_tensors
 from primitives._core.typing import Prefix, PyTree
 from primitives.ops import arguments
-from primitives.ops.dropout.words import MAX_SEED
+from primitives.ops.dropout.philox import MAX_SEED
 from primitives.ops.norms.add_layer_norm import add_layer_norm_p
 from primitives.ops.norms.layer_norm import NormOptions
 from primitives.ops.norms.rms_norm import rms_options

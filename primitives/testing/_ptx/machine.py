@@ -17,8 +17,7 @@ import numpy as np
 
 from primitives.testing._ptx.arithmetic import KINDS, UNSIGNED, operation
 from primitives.testing._ptx.code import Address, Code, Instruction, UnsupportedInstructionError, parse
-from primitives.testing._ptx.memory import BASE, Faults, Global, Lanes, Memory
-from primitives.testing._ptx.shared import Shared
+from primitives.testing._ptx.memory import BASE, Faults, Global, Lanes, Memory, Shared
 
 Array = Any
 Step = Callable[["Machine", Any], None]

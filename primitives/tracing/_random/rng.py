@@ -13,8 +13,7 @@ from torch import Tensor
 
 from primitives._core.contexts import Decorates
 from primitives._core.errors import DtypeError, MissingRuleError, ShapeError
-from primitives.ops.dropout.philox import philox_p
-from primitives.ops.dropout.words import WORDS_PER_BLOCK
+from primitives.ops.dropout.philox import WORDS_PER_BLOCK, philox_p
 from primitives.tracing import _torch_private as torch_private
 from primitives.tracing._errors import errors_in_trace
 from primitives.tracing._random.operations import OPERATIONS, arguments_of, draw, draws_nothing, is_random

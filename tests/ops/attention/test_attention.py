@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch.func import grad, jvp, vjp
 
 import primitives as pr
-from perf.memory import peak
+from perf.measuring import peak
 from perf.ops.samples import normal
 from primitives._audit.nestings import nested
 from tests.support import nestings

@@ -10,7 +10,7 @@ from torch.testing import assert_close
 from torch.utils._pytree import tree_leaves
 
 import primitives as pr
-from perf.memory import peak
+from perf.measuring import peak
 from tests.call_properties import CallRecorder
 from tests.support import normal, right_nestings
 
