@@ -7,12 +7,12 @@ import torch
 from torch._dynamo import compiled_autograd
 from torch._dynamo.utils import counters
 from torch.autograd import forward_ad
-from torch.func import jvp
 from torch.nn import BatchNorm2d, Conv2d, Dropout, LayerNorm, Linear, Sequential
 
 import primitives as pr
 from perf.ops import FAMILIES
 from perf.ops.layer_norm import LAYER_NORM
+from tests.nested_losses import gradients, tangent
 from tests.properties import check_nesting, leaves
 from tests.support import assert_close, like, nestings
 
@@ -127,8 +127,7 @@ def test_dynamo_leaves_our_frames_alone_where_a_graph_breaks_inside_a_transform(
     torch._dynamo.reset()
     counters.clear()
     x = torch.randn(4, 8, requires_grad=True)
-    gradients = [torch.autograd.grad(f(x), x)[0] for f in (loss, torch.compile(loss, backend="eager"))]
-    torch.testing.assert_close(*gradients)
+    torch.testing.assert_close(*[torch.autograd.grad(f(x), x)[0] for f in (loss, torch.compile(loss, backend="eager"))])
     assert counters["frames"]["total"] < 30
 
 
@@ -144,11 +143,6 @@ def test_dual_numbers_are_traced_as_without_this_package(function):
 
 
 # Inductor plans memory and writes kernels: there a tensor without memory, or a wrong stride, ends a process.
-
-
-def jvp_in_a_loss(net, x, v):
-    y, y_dot = jvp(net, (x,), (v,))
-    return (y - y_dot).square().mean()
 
 
 THROUGH_INDUCTOR = {
@@ -169,14 +163,12 @@ def test_a_differentiated_derivative_is_that_of_eager(module, shape):
         ends = [Conv2d(4, 4, 1), Conv2d(4, 4, 1)]
         x, v = (t.to(memory_format=torch.channels_last) for t in (x, v))
     net = pr.nn.convert(Sequential(ends[0], module, ends[1]).double())
-    parameters = list(net.parameters())
 
     # With its own random numbers Inductor would draw another mask.
     with torch._inductor.config.patch(fallback_random=True):
         torch.manual_seed(1)
-        compiled = torch.compile(jvp_in_a_loss, fullgraph=True)(net, x, v)
+        compiled = torch.compile(tangent, fullgraph=True)(net, x, v)
     torch.manual_seed(1)
-    expected = jvp_in_a_loss(net, x, v)
+    expected = tangent(net, x, v)
     torch.testing.assert_close(compiled, expected)
-    gradients = [torch.autograd.grad(value, parameters, materialize_grads=True) for value in (compiled, expected)]
-    torch.testing.assert_close(*gradients)
+    torch.testing.assert_close(*[gradients(net, value) for value in (compiled, expected)])

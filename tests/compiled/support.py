@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 import primitives as pr
+from tests.nested_losses import gradients as gradients
 from tests.support import data as data
 
 # Programs run node by node: the same graphs as for Inductor, in milliseconds.
@@ -22,7 +23,3 @@ def mlp(norm=nn.LayerNorm, width=5):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(3, width), norm(width), nn.Tanh(), nn.Linear(width, 1)).double()
     return pr.nn.convert(net)
-
-
-def gradients(net, loss):
-    return torch.autograd.grad(loss, list(net.parameters()), materialize_grads=True)

@@ -7,7 +7,6 @@ import optree
 import pytest
 import torch
 from torch import nn
-from torch.autograd import forward_ad
 
 import primitives as pr
 from tests.compiled.support import data, gradients, mlp, plainly, same
@@ -237,30 +236,6 @@ def test_outputs_that_get_no_cotangent():
     assert not any("vjp" in program.name for program in function.settings.programs)
 
 
-def test_tangents_of_cotangents():
-    net, found = mlp(), []
-    for model in (net, plainly(net)):
-        with forward_ad.dual_level():
-            x = X.clone().requires_grad_()
-            y_bar = forward_ad.make_dual(data(6, 1, seed=5), data(6, 1, seed=6))
-            (x_bar,) = torch.autograd.grad(model(x), x, y_bar)
-            found.append([y.detach() for y in forward_ad.unpack_dual(x_bar)])
-    same(*found)
-
-
-def test_tangents_of_gradients_in_a_dual_level():
-    net, found = mlp(), []
-    for model in (net, plainly(net)):
-        x = X.clone().requires_grad_()
-        with forward_ad.dual_level():
-            primal = forward_ad.make_dual(x, X.cos())
-            inputs = [primal, *net.parameters()]
-            grads = torch.autograd.grad(model(primal).square().sum(), inputs, create_graph=True)
-            moved = [forward_ad.unpack_dual(y).tangent for y in grads]
-        found.append([*moved, *torch.autograd.grad(sum(y.square().sum() for y in moved), [x, *net.parameters()])])
-    same(*found)
-
-
 def test_dropout():
     net = nn.Sequential(nn.Linear(3, 40), nn.Dropout(0.5)).double()
     model = plainly(net)
@@ -327,24 +302,6 @@ def test_modes():
         same(makes(X), X + 8)
     finally:
         torch.set_default_dtype(torch.float32)
-
-
-def test_repeated_calls_of_transforms():
-    net = mlp()
-    function, v = plainly(lambda z: net(z).sum()), data(3, seed=4)
-    plain = function.__wrapped__
-    for transform in (
-        pr.func.hessian,
-        lambda f: torch.func.jacrev(torch.func.jacfwd(f)),
-        lambda f: lambda x: torch.func.jvp(torch.func.vmap(torch.func.grad(f)), (X,), (X,)),
-        lambda f: lambda x: torch.autograd.functional.jacobian(f, x, vectorize=True),
-        lambda f: lambda x: torch.func.vjp(f, x)[1](torch.tensor(1.0, dtype=torch.float64))[0],
-    ):
-        for _ in range(2):
-            same(transform(function)(X[0]), transform(plain)(X[0]))
-    with forward_ad.dual_level():
-        found, truth = (forward_ad.unpack_dual(f(forward_ad.make_dual(X[0], v))).tangent for f in (function, plain))
-    same(found, truth)
 
 
 def test_a_graph_that_reads_a_constant_is_mapped_after_it_has_run():

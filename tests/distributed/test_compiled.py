@@ -12,6 +12,7 @@ import primitives as pr
 from tests.distributed.processes import check_in_processes
 from tests.distributed.test_sharding import D, F, N, gradient, whole
 from tests.distributed.test_sync_batch_norm import SIZES, all_of, assert_same_state, part, truth
+from tests.nested_losses import penalty
 from tests.support import assert_close
 
 C = 3
@@ -69,24 +70,22 @@ def check_here(rank, world):
     one = nn.Sequential(nn.Linear(C, 4), pr.nn.LayerNorm(4), nn.Tanh(), nn.Linear(4, 1)).double()
     x = torch.randn(2 * world, C, dtype=torch.float64)
 
-    def penalty(model, x):
-        x = x.clone().requires_grad_()
-        (g,) = torch.autograd.grad(model(x).sin().sum(), x, create_graph=True)
-        return g.square().sum() / len(x)
+    def loss(model, x):
+        return penalty(model, x) / len(x)
 
-    expected = torch.autograd.grad(penalty(one, x), list(one.parameters()), materialize_grads=True)
+    expected = torch.autograd.grad(loss(one, x), list(one.parameters()), materialize_grads=True)
     compiled, mine = pr.compile(one, backend="eager"), x.tensor_split(world)[rank]
     parallel = nn.parallel.DistributedDataParallel(compiled, find_unused_parameters=True)
     seen = []
     parallel.register_comm_hook(
         None, lambda state, bucket: (seen.append(bucket.index()), allreduce_hook(None, bucket))[1]
     )
-    penalty(parallel, mine).backward()
+    loss(parallel, mine).backward()
     assert seen
     for p, g in zip(one.parameters(), expected, strict=True):
         assert_close(torch.zeros_like(p) if p.grad is None else p.grad, g)
     with pytest.raises(pr.LeafError, match="Compile what is inside"):
-        pr.compile(lambda x: penalty(parallel, x), backend="eager")(mine)
+        pr.compile(lambda x: loss(parallel, x), backend="eager")(mine)
     expected = torch.autograd.grad(one(x).square().mean(), list(one.parameters()), materialize_grads=True)
     one.zero_grad()
     fully_shard(one, mesh=init_device_mesh("cpu", (world,)))
@@ -95,7 +94,7 @@ def check_here(rank, world):
     for p, g in zip(one.parameters(), expected, strict=True):
         assert_close(torch.zeros_like(g) if p.grad is None else p.grad.full_tensor(), g)
     with pytest.raises(pr.LeafError, match="a model in FSDP"):
-        pr.compile(lambda x: penalty(one, x), backend="eager")(mine)
+        pr.compile(lambda x: loss(one, x), backend="eager")(mine)
 
 
 def test_primitives_compile():

@@ -5,120 +5,20 @@ import functools
 import pytest
 import torch
 from torch import nn
-from torch.autograd import forward_ad
 
 import primitives as pr
 from perf.measuring import peak
-from primitives.func import checkpoint, grad, hessian, jacrev, jvp, vmap
+from primitives.func import checkpoint, grad, jvp, vmap
 from primitives.func._reached import Reached
 from primitives.tracing import PhiloxState, functionalize_rng, pure_module, trace_joint
+from tests.nested_losses import NESTINGS, Net, V, X, called, gradients, in_params, tangent
 from tests.support import data
 
 CLOSE = {"rtol": 1e-11, "atol": 1e-11}
 
 
-def plainly(fn, *args, **kwargs):
-    return fn(*args, **kwargs)
-
-
-class Net(nn.Module):
-    """Blocks, each of which may be checkpointed."""
-
-    def __init__(self, region, dropout=0.0, norm=None, width=4, depth=2):
-        super().__init__()
-        torch.manual_seed(0)
-        self.region = region
-        self.blocks = nn.ModuleList(
-            nn.Sequential(
-                nn.Linear(width, width),
-                nn.Identity() if norm is None else norm(width),
-                nn.Tanh(),
-                nn.Dropout(dropout),
-                nn.Linear(width, width),
-            )
-            for _ in range(depth)
-        ).double()
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = self.region(block, x)
-        return x
-
-
-X, V = data(3, 4), data(3, 4, seed=1)
-
-
-def gradients(net, loss):
-    return torch.autograd.grad(loss, list(net.parameters()), materialize_grads=True)
-
-
-def second_backward(net):
-    x = X.clone().requires_grad_()
-    (x_bar,) = torch.autograd.grad(net(x).sin().sum(), x, create_graph=True)
-    return gradients(net, x_bar.square().sum())
-
-
-def in_params(transform):
-    def run(net):
-        params, buffers = pure_module(net).init()
-        return transform(lambda p, x: pure_module(net)(p, buffers, x)[0], params)
-
-    return run
-
-
 def in_regions(region, block, x):
     return region(lambda x: region(block[2:], region(block[:2], x)), x)
-
-
-def tangents(params):
-    return {name: data(*p.shape, seed=i) for i, (name, p) in enumerate(params.items())}
-
-
-def mean_flow_loss(net, x, v):
-    u, u_dot = jvp(net, (x,), (v,))
-    return (u - v + u_dot).square().mean()
-
-
-def dual_level(net, *, ends_first):
-    with forward_ad.dual_level():
-        loss = forward_ad.unpack_dual(net(forward_ad.make_dual(X, V))).tangent.square().sum()
-        if not ends_first:
-            return gradients(net, loss)
-    return gradients(net, loss)
-
-
-def gradients_that_move(net):
-    with forward_ad.dual_level():
-        grads = gradients(net, net(forward_ad.make_dual(X, V)).square().sum())
-        return [forward_ad.unpack_dual(y).tangent for y in grads]
-
-
-NESTINGS = {
-    "backward": lambda net: gradients(net, net(X).square().sum()),
-    "backward twice": second_backward,
-    "backward of jvp": lambda net: gradients(net, mean_flow_loss(net, X, V)),
-    "backward of jvp of jvp": lambda net: gradients(
-        net, jvp(lambda x: jvp(net, (x,), (V,))[1], (X,), (X,))[1].square().sum()
-    ),
-    "backward in a dual level": functools.partial(dual_level, ends_first=False),
-    "backward after a dual level": functools.partial(dual_level, ends_first=True),
-    "tangents of gradients in a dual level": gradients_that_move,
-    "grad of jvp": lambda net: grad(lambda x: jvp(net, (x,), (V,))[1].square().sum())(X),
-    "hessian": lambda net: hessian(lambda x: net(x).square().sum())(X[0]),
-    "jacrev of jacrev": lambda net: jacrev(jacrev(lambda x: net(x).square().sum()))(X[0]),
-    "grad in parameters of jvp": in_params(
-        lambda f, p: grad(lambda p: jvp(lambda x: f(p, x), (X,), (V,))[1].square().sum())(p)
-    ),
-    "jvp in parameters of grad": in_params(
-        lambda f, p: jvp(grad(lambda p: f(p, X).square().sum()), (p,), (tangents(p),))
-    ),
-    "grad per sample": in_params(
-        lambda f, p: vmap(grad(lambda p, x: f(p, x[None]).square().sum()), in_dims=(None, 0))(p, X)
-    ),
-    "ensemble": in_params(
-        lambda f, p: vmap(f, in_dims=(0, None))({name: torch.stack([x, x + 1]) for name, x in p.items()}, X)
-    ),
-}
 
 
 def dropout(name, explicit, region):
@@ -203,6 +103,7 @@ def views_of_a_leaf(region):
     return torch.autograd.grad(a.sum(), x)
 
 
+OF_LOSSES = [f"backward of {loss}" for loss in ("plain", "tangent", "penalty")]
 # Functions of a region, `checkpoint` or a plain call.
 CASES = {
     "views of a leaf": views_of_a_leaf,
@@ -211,22 +112,19 @@ CASES = {
         f"regions in regions, {name}": lambda region, run=NESTINGS[name]: run(
             Net(functools.partial(in_regions, region))
         )
-        for name in ("grad of jvp", "backward of jvp", "backward twice")
+        for name in ("grad of jvp", "backward of tangent", "backward of penalty")
     },
     **{
         f"dropout, {name}, explicit={explicit}": functools.partial(dropout, name, explicit)
-        for name in ("backward", "backward of jvp", "backward twice", "grad in parameters of jvp")
+        for name in (*OF_LOSSES, "grad in parameters of jvp")
         for explicit in (False, True)
     },
-    **{
-        f"attention with dropout, {name}": functools.partial(attention, name)
-        for name in ("backward", "backward of jvp", "backward twice")
-    },
+    **{f"attention with dropout, {name}": functools.partial(attention, name) for name in OF_LOSSES},
     **{
         f"batch norm of {norm.__module__}, {name}": functools.partial(two_steps_of_batch_norm, name, norm)
         for norm, name in (
-            *((pr.nn.BatchNorm1d, name) for name in ("backward", "backward of jvp", "backward twice")),
-            *((nn.BatchNorm1d, name) for name in ("backward", "backward in a dual level")),
+            *((pr.nn.BatchNorm1d, name) for name in OF_LOSSES),
+            *((nn.BatchNorm1d, name) for name in ("backward of plain", "backward in a dual level")),
         )
     },
     "batch norm per sample": batch_norm_per_sample,
@@ -238,11 +136,11 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_it_equals_the_function_itself(name):
-    torch.testing.assert_close(CASES[name](checkpoint), CASES[name](plainly), **CLOSE)
+    torch.testing.assert_close(CASES[name](checkpoint), CASES[name](called), **CLOSE)
 
 
 def test_buffers_in_inference_mode():
-    net, truth = (Net(region, norm=nn.BatchNorm1d) for region in (checkpoint, plainly))
+    net, truth = (Net(region, norm=nn.BatchNorm1d) for region in (checkpoint, called))
     with torch.inference_mode():
         torch.testing.assert_close(net(X), truth(X), **CLOSE)
     torch.testing.assert_close(dict(net.named_buffers()), dict(truth.named_buffers()), **CLOSE)
@@ -253,10 +151,10 @@ def test_a_loss_with_a_jvp_takes_less_memory():
 
     def bytes_of(region):
         net, x, v = Net(region), data(256, 8), data(256, 8, seed=1)
-        net.blocks = nn.ModuleList(Net(plainly, depth=4, width=8) for _ in range(5))
-        return peak(lambda: mean_flow_loss(net, x, v).backward())
+        net.blocks = nn.ModuleList(Net(called, depth=4, width=8) for _ in range(5))
+        return peak(lambda: tangent(net, x, v).backward())
 
-    assert bytes_of(checkpoint) < bytes_of(plainly) / 2.5
+    assert bytes_of(checkpoint) < bytes_of(called) / 2.5
 
 
 # By day the same is compiled inside of transforms, and measured in eager mode.
@@ -264,11 +162,11 @@ def test_a_loss_with_a_jvp_takes_less_memory():
 def test_a_compiled_loss_with_a_jvp_keeps_what_an_eager_one_does():
     torch._dynamo.reset()
     net, x, v = Net(checkpoint), data(64, 4), data(64, 4, seed=1)
-    loss = torch.compile(mean_flow_loss, fullgraph=True)(net, x, v)
+    loss = torch.compile(tangent, fullgraph=True)(net, x, v)
     kept = sum(tensor.numel() for tensor in loss.grad_fn.saved_tensors)
     # Inputs and tangents of each region, what the loss takes of the last, and parameters.
     assert kept <= (2 * len(net.blocks) + 3) * x.numel() + sum(p.numel() for p in net.parameters())
-    torch.testing.assert_close(gradients(net, loss), gradients(net, mean_flow_loss(net, x, v)), **CLOSE)
+    torch.testing.assert_close(gradients(net, loss), gradients(net, tangent(net, x, v)), **CLOSE)
 
 
 class Holder:
