@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from primitives._audit.nestings import described
 from primitives._audit.recording import told
-from primitives.testing._report import html_table
+from primitives.testing._compare import html_table
 
 # Of a whole function in float64 against central differences, relative to the derivative.
 TOLERANCE = 1e-5

@@ -11,7 +11,6 @@ from primitives._core.decomposition import (
     register_decomposition_for_jvp,
 )
 from primitives.decompositions import _batch_norms as _batch_norms
-from primitives.decompositions import _factors as _factors
 from primitives.decompositions import _gathers as _gathers
 from primitives.decompositions import _grouped_mm as _grouped_mm
 from primitives.decompositions import _linalg as _linalg
@@ -19,7 +18,6 @@ from primitives.decompositions import _losses as _losses
 from primitives.decompositions import _norms as _norms
 from primitives.decompositions import _of_torch as _of_torch
 from primitives.decompositions import _reductions as _reductions
-from primitives.decompositions import _vector_norms as _vector_norms
 from primitives.decompositions._graph import decomposition_graph
 
 __all__ = [

@@ -15,8 +15,17 @@ import torch
 from primitives._core.backend import current_backend, require_interpreter, use_backend
 from primitives._core.errors import BackendError, check_arguments
 from primitives.testing import _derivatives, _reproducer, _transforms, _values
-from primitives.testing._compare import MismatchError, NotApplicableError, Record
-from primitives.testing._report import FAILED, NOT_APPLICABLE, OK, Report, Row, RuleError
+from primitives.testing._compare import (
+    FAILED,
+    NOT_APPLICABLE,
+    OK,
+    MismatchError,
+    NotApplicableError,
+    Record,
+    Report,
+    Row,
+    RuleError,
+)
 from primitives.testing._subject import Subject
 
 Property = Callable[[Subject, Record], None]

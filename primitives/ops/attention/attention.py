@@ -60,9 +60,8 @@ import torch
 from torch import Tensor
 
 from primitives._core import Primitive
-from primitives.ops.attention.blocks import in_blocks
 from primitives.ops.attention.cpu_attention import flash, flash_bwd
-from primitives.ops.attention.rows import Problem, Rows, flipped, noised
+from primitives.ops.attention.rows import Problem, Rows, flipped, in_blocks, noised
 from primitives.ops.axes import Axes, def_axes
 from primitives.ops.rules import bind_family, derivatives, empty_output, second_order
 

@@ -20,10 +20,19 @@ as it is read. Sums are taken in float32, in float64 for float64 y.
 
 from __future__ import annotations
 
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any, cast
+
 import torch
 from torch import Tensor
 
 from primitives._core import Primitive
+from primitives._core.trees.leaves import map_tensors
+from primitives._core.typing import PyTree
+from primitives._repair.plain import is_plain_on_cpu
+from primitives.ops import arguments
 from primitives.ops.row_maps import RowMap
 from primitives.ops.rules import accumulation_dtype, output_in_float32
 
@@ -88,3 +97,83 @@ def _bwd_by_aten(y_bar: Tensor, y: Tensor, dim: int) -> Tensor:
 
 # The batch is one more axis that the sum does not run over.
 RowMap(log_softmax_p, "y", "int dim", _bwd, _jvp, (_along_y, _along_y), by_aten=_bwd_by_aten)
+
+
+def log_softmax(
+    input: PyTree,
+    dim: int | None = None,
+    _stacklevel: int = 3,
+    dtype: torch.dtype | None = None,
+    *,
+    namespace: str = "",
+) -> PyTree:
+    r"""Logarithm of the softmax of `input` over one axis.
+
+    $$ y = x - \log \sum \exp(x) $$
+
+    Args:
+        input: Tensor of any shape, float16, bfloat16, float32 or float64, any strides; of any real dtype if `dtype`
+            is given; or a pytree of such tensors, which is mapped leaf by leaf.
+        dim: Axis that the sum runs over. `None` chooses one as torch does, with a warning.
+        _stacklevel: How far up the call stack that warning points.
+        dtype: Dtype that `input` is cast to first, and that the result has. `None` means that of `input`.
+        namespace: optree namespace of custom pytree nodes.
+
+    Returns:
+        `y`, with the shape and device of `input`, contiguous; for a pytree, in its structure.
+
+    Raises:
+        AxisError: If `dim` is not an axis of `input`.
+        DtypeError: If a dtype is not one of the above.
+
+    Derivatives:
+        Forward and reverse mode, to any order, in `input`. Reverse mode keeps the output and not the input.
+
+    Numerics:
+        The maximum is subtracted before exponentiation. Accumulated in float32, in float64 for a float64 result. A
+        row that is all `-inf`, or has `+inf` or NaN in it, gives NaN.
+
+    Example:
+        >>> import torch, primitives as pr
+        >>> pr.functional.log_softmax(torch.zeros(2), dim=0)
+        tensor([-0.6931, -0.6931])
+    """
+    x: Any = input
+    if is_torchs(x, dim, dtype):
+        try:
+            return cast("PyTree", torch.log_softmax(x, cast("int", dim)))
+        except IndexError:
+            pass  # A check of this package says what is wrong.
+
+    def of_rows(x: Tensor, _: None, axis: int) -> Tensor:
+        return log_softmax_p(x, axis, dtype)
+
+    return over_axis("log_softmax", of_rows, input, dim, dtype, None, _stacklevel, namespace)
+
+
+def is_torchs(x: Any, dim: int | None, dtype: torch.dtype | None) -> bool:
+    """Whether torch's own kernel computes this."""
+    return type(dim) is int and dtype is None and is_plain_on_cpu(x)
+
+
+def over_axis(
+    name: str, of_rows: Callable[[Tensor, Any, int], Tensor], input: Any, dim: int | None, dtype: torch.dtype | None,
+    mask: Any, stacklevel: int, namespace: str,
+) -> Any:  # fmt: skip
+    """What `of_rows` makes of every tensor of `input`, with a mask of its shape, and of its axis."""
+    check = functools.partial(arguments.softmax, name, dim=dim, dtype=dtype)
+
+    def compute(x: Tensor, mask: Tensor | None) -> Tensor:
+        # The axis that torch chooses when none is given.
+        axis = int(x.dim() not in (0, 1, 3)) if dim is None else dim
+        if not x.is_floating_point():
+            x = x.to(dtype)
+        # A number has one axis to torch's softmax; the primitive wants it spelled out.
+        rows = x if x.dim() > 0 else x.reshape(1)
+        y = of_rows(rows, None if mask is None else mask.expand(rows.shape), axis % rows.dim())
+        return y if x.dim() > 0 else y.reshape(())
+
+    if dim is None:
+        message = f"{name}: choosing dim implicitly is deprecated; pass dim=."
+        warnings.warn(message, UserWarning, stacklevel=stacklevel)
+    return map_tensors(name, check, compute, input, {"mask": mask}, namespace=namespace)

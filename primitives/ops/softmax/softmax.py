@@ -32,16 +32,20 @@ x), and x is cast to it as it is read. Sums are taken in float32, in float64 for
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from primitives._core import Primitive
+from primitives._core.errors import DtypeError
+from primitives._core.typing import Prefix, PyTree
+from primitives.ops import arguments
 from primitives.ops.arguments import LOW_PRECISION
 from primitives.ops.row_maps import RowMap
 from primitives.ops.rules import accumulation_dtype, masked, output_in_float32
-from primitives.ops.softmax.log_softmax import aten_serves
+from primitives.ops.softmax.log_softmax import aten_serves, is_torchs, over_axis
 
 softmax_p = Primitive(
     "softmax",
@@ -142,3 +146,90 @@ def _softmax_jvp(residuals: Any, tangents: Any) -> Tensor:
         return softmax_jvp_p(x_dot, r.y, r.dim, r.scale)
     u_dot = mask_dot if x_dot is None else r.scale * x_dot + mask_dot
     return softmax_jvp_p(u_dot, r.y, r.dim, 1.0)
+
+
+def softmax(
+    input: PyTree,
+    dim: int | None = None,
+    _stacklevel: int = 3,
+    dtype: torch.dtype | None = None,
+    *,
+    scale: float = 1.0,
+    mask: Prefix | None = None,
+    namespace: str = "",
+) -> PyTree:
+    r"""Softmax of `input` over one axis, with a scale and a mask as attention has them.
+
+    $$ y = \frac{\exp(u)}{\sum \exp(u)}, \quad u = \text{scale} \cdot x + \text{mask} $$
+
+    Args:
+        input: Tensor of any shape, float16, bfloat16, float32 or float64, any strides; of any real dtype if `dtype`
+            is given; or a pytree of such tensors, which is mapped leaf by leaf.
+        dim: Axis that the sum runs over. `None` chooses one as torch does, with a warning.
+        _stacklevel: How far up the call stack that warning points.
+        dtype: Dtype that `input` is cast to first, and that the result has. `None` means that of `input`.
+        scale: Factor of `input`, a number: one over the temperature.
+        mask: Tensor that can be broadcast to the shape of `input`. If boolean, a position takes part where it is true,
+            as in `scaled_dot_product_attention`. Else it is added and has derivatives, and a position with `-inf`
+            takes no part: float16, bfloat16 or float32, or float64 beside float64. For a pytree `input`, a tensor or a
+            tree prefix of it.
+        namespace: optree namespace of custom pytree nodes.
+
+    Returns:
+        `y`, with the shape and device of `input`, contiguous; for a pytree, in its structure.
+
+    Raises:
+        AxisError: If `dim` is not an axis of `input`.
+        ShapeError: If `mask` cannot be broadcast to `input`.
+        DtypeError: If a dtype is not one of the above, or `scale` is not a number.
+        DeviceError: If the tensors are on different devices.
+        TreeError: If `mask` is not a prefix of the tree `input`.
+
+    Derivatives:
+        Forward and reverse mode, to any order, in `input` and an added `mask`. Reverse mode keeps the output alone.
+
+    Numerics:
+        The maximum is subtracted before exponentiation. Accumulated in float32, in float64 for a float64 result; scale
+        and mask are applied in that dtype. A masked position is 0, whatever `input` is there. With a mask, a row in
+        which no position takes part is 0, and so are its derivatives, where adding the mask before gives NaN. Without
+        one, a row that is all `-inf` gives NaN, as one with `+inf` or NaN in it always does.
+
+    Example:
+        >>> import torch, primitives as pr
+        >>> pr.functional.softmax(torch.zeros(2, 2), dim=1, mask=torch.tensor([[True, True], [True, False]]))
+        tensor([[0.5000, 0.5000],
+                [1.0000, 0.0000]])
+    """
+    x: Any = input
+    if mask is None and type(scale) is float and scale == 1.0 and is_torchs(x, dim, dtype):
+        try:
+            return cast("PyTree", torch.softmax(x, cast("int", dim)))
+        except IndexError:
+            pass  # A check of this package says what is wrong.
+    if isinstance(scale, torch.Tensor):
+        raise DtypeError("softmax: scale must be a number, got a Tensor. Multiply input by it.")
+    arguments.number("softmax", "scale", scale)
+    return over_axis("softmax", _scaled(scale, dtype), input, dim, dtype, mask, _stacklevel, namespace)
+
+
+def softmin(
+    input: PyTree,
+    dim: int | None = None,
+    _stacklevel: int = 3,
+    dtype: torch.dtype | None = None,
+    *,
+    mask: Prefix | None = None,
+    namespace: str = "",
+) -> PyTree:
+    """`softmax` of `-input`, with its arguments, errors and derivatives.
+
+    Example:
+        >>> import torch, primitives as pr
+        >>> pr.functional.softmin(torch.zeros(2), dim=0)
+        tensor([0.5000, 0.5000])
+    """
+    return over_axis("softmin", _scaled(-1.0, dtype), input, dim, dtype, mask, _stacklevel, namespace)
+
+
+def _scaled(scale: float, dtype: torch.dtype | None) -> Callable[[Tensor, Any, int], Tensor]:
+    return lambda x, mask, axis: softmax_p(x, mask, axis, scale, dtype)
