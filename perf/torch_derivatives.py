@@ -8,7 +8,8 @@ under `vmap` the first call, and each of an operator that is repaired.
 
 Run: `python -m perf.torch_derivatives`, once for each version of torch. It takes some twenty minutes; with the names of
 operators behind it, `aten.sgn.default`, it judges these and keeps the other rows. `--device cuda` judges operators on a
-GPU, by default those that only a GPU has or that are repaired, and prints their rows: the table is the CPU's.
+GPU, by default those that only a GPU has or that are repaired, and prints their rows: the table is the CPU's. `--page`
+prints the page of the docs out of the table.
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import primitives as pr
-from perf.operator_calls import Call, as_real, recorded
+from perf.operator_calls import ELEMENTS, Call, as_real, recorded
+from perf.pages import alike, table
 from primitives._audit.nestings import STEP, difference, nested, nested_by_autograd, nestings, perturbed_sum, plain
-from primitives._audit.table import MAX_ORDER, forget_table, name_of, read_table, table_path
+from primitives._audit.table import MAX_ORDER, forget_table, name_of, read_table, table_path, tabled_version
 from primitives._repair.kernels import repairs
 from primitives._repair.nodes import backward_operators
 
@@ -245,15 +247,109 @@ def _touches(row: dict[str, str]) -> bool:
     return bool(row["wrong"] or row["raises"])
 
 
+PAGE = """# Torch's derivatives, operator by operator
+
+`python -m perf.torch_derivatives` takes every operator of torch {version} that has a derivative and that torch's own
+test samples reach, differentiates it on the CPU in float64 by every nesting of `jvp` and `vjp`, two at order 1, four at
+order 2, eight at order {order}, and compares with central differences of the order below. A call that is differentiated
+must also have the values of a plain one.
+
+{counts}
+
+Torch has {right} operators right, and `primitives.repair_torch()` leaves them alone. The others, in how many nestings
+they are silently **wrong** or raise:
+
+{rows}
+
+"Under vmap" means that the inner derivative is, as in `torch.func.hessian`, `jacfwd` and `jacrev`, "by forward_ad" that
+`torch.autograd` takes the others. A word after a name says which input: `masked_rows` see no entry, `zeros` and
+`infinite` are among the numbers, which may be `complex`, `channels_last` is a layout. Eigenvectors of `linalg_eig` have
+any phase: what is judged are products of their numbers, which have none.
+
+Repaired, all are right in every nesting but these:
+
+{reasons}
+Torch's samples do not reach every operator, or only with more numbers than the {elements} that are judged. Known to
+raise, repaired or not: `ctc_loss` in forward mode and at second order, `special.zeta` and `conv_tbc` in forward mode,
+`scatter_reduce` and `index_reduce` by products with two zeros at one place at second order of plain `backward`.
+
+Repaired beside the table: `nn.LSTM` in float32 on the CPU and `embedding_bag` of frozen rows have no forward mode in
+torch, batches of cotangents (`is_grads_batched`) keep their axes where a backward pass changes them in place, as group
+norm's does, and a group norm in channels_last with a frozen input ends torch's process.
+
+Written by `python -m perf.torch_derivatives --page > docs/reference/torch_derivatives.md`.
+"""
+
+COUNTED = ("", "operators", "silently wrong to order 3", "raise to order 2", "raise to order 3")
+# Why an operator is not right in every nesting with the repair on, too.
+REASONS = {
+    "aten.lift_fresh.default": (
+        "it stands for a literal, as `torch.tensor(1.0)` makes one, and no literal has a tangent by `forward_ad`."
+    ),
+    "aten.binary_cross_entropy_with_logits.default": (
+        "functorch's own kernel runs before the repair's, and raises in three nested `jvp` of both target and input."
+    ),
+    "aten.convolution.default": (
+        "a transposed one with an `output_padding` raises when it is reversed three times. A kernel before torch's "
+        "would slow every convolution."
+    ),
+}
+
+
+def _cell(row: dict[str, str], order: int) -> str:
+    found = []
+    for kind in ("wrong", "raises"):
+        words = [nesting for nesting in row[kind].split() if len(nesting) == order]
+        found_in = {
+            "": sum(word == plain(word) for word in words),
+            " under vmap alone": sum(map(str.isupper, words)),
+            " by forward_ad alone": sum("d" in word for word in words),
+        }
+        if words:
+            text = f"{kind} " + ", ".join(f"{count}{how}" for how, count in found_in.items() if count)
+            found.append(f"**{text}**" if kind == "wrong" else text)
+    return ", ".join(found) or "right"
+
+
+def _name(row: dict[str, str]) -> str:
+    name, _, special = row["operator"].partition(" ")
+    base, overload = name.split(".")[1:]
+    return f"`{base if overload == 'default' else f'{base}.{overload}'}`{f' {special}' if special else ''}"
+
+
+def page() -> str:
+    """The page, in Markdown."""
+    rows, orders = read_table(), range(1, MAX_ORDER + 1)
+    shown = [row for row in rows if row["wrong"] or row["raises"]]
+    left = [row["operator"] for row in rows if row["repaired_wrong"] or row["repaired_raises"]]
+    reasons = "".join(f"- `{name.split('.')[1]}`: {REASONS[name]}\n" for name in left)
+    return PAGE.format(
+        version=tabled_version(),
+        order=MAX_ORDER,
+        elements=ELEMENTS,
+        right=len(rows) - len(shown),
+        counts=table(COUNTED, (map(str, row) for row in counts(rows))),
+        rows=table(
+            ["torch's operators", *(f"order {order}" for order in orders)],
+            alike([_name(row), *(_cell(row, order) for order in orders)] for row in shown),
+        ),
+        reasons=reasons,
+    )
+
+
 def main() -> None:
     """Write the table: of torch, and of torch repaired."""
-    from torch.testing._internal.common_methods_invocations import op_db
-
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("operators", nargs="*", help="those to judge; all by default")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where to judge them")
+    parser.add_argument("--page", action="store_true", help="print the page of the table, and judge none")
     options = parser.parse_args()
     chosen = options.operators
+    if options.page:
+        print(page(), end="")
+        return
+    from torch.testing._internal.common_methods_invocations import op_db
+
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
     calls = recorded(op_db, options.device)

@@ -15,8 +15,7 @@ from primitives.ops.losses.functions import cross_entropy, linear_cross_entropy,
 from primitives.ops.norms.add_layer_norm import add_layer_norm, add_rms_norm
 from primitives.ops.norms.batch_norm_functions import BatchNormOutput, batch_norm, batch_norm_relu, pure_batch_norm
 from primitives.ops.norms.group_norm import group_norm, instance_norm
-from primitives.ops.norms.layer_norm import layer_norm
-from primitives.ops.norms.rms_norm import ada_layer_norm, rms_norm
+from primitives.ops.norms.layer_norm import ada_layer_norm, layer_norm, rms_norm
 from primitives.ops.softmax.log_softmax import log_softmax
 from primitives.ops.softmax.softmax import softmax, softmin
 

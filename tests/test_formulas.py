@@ -8,8 +8,7 @@ from torch.func import grad, jacfwd, jacrev, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_map
 
-from perf.derivatives_page import page
-from perf.torch_derivatives import counts
+from perf.torch_derivatives import counts, page
 from primitives._audit.table import read_table
 from primitives.decompositions import get_decomposition
 from tests.support import DOUBLE, randn, right_nestings
@@ -270,7 +269,7 @@ def test_formulas_are_compiled(name):
 
 def test_the_page_of_the_table_is_written_from_it_and_repaired_torch_is_nowhere_wrong():
     path = Path(__file__).parents[1] / "docs" / "reference" / "torch_derivatives.md"
-    assert path.read_text(encoding="utf-8") == page(), "run: python -m perf.derivatives_page"
+    assert path.read_text(encoding="utf-8") == page(), "run: python -m perf.torch_derivatives --page"
     (_, total, *_), (_, _, wrong, early, _) = counts(read_table())
     assert total > 300
     # The one stands for literals, which have no tangent; the page has its reason.

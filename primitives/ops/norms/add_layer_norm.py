@@ -40,9 +40,9 @@ from primitives.ops.norms.layer_norm import (
     layer_norm_jvp_p,
     layer_norm_p,
     options_of,
+    rms_options,
     rows,
 )
-from primitives.ops.norms.rms_norm import rms_options
 from primitives.ops.rules import (
     accumulation_dtype,
     bind_family,

@@ -275,9 +275,10 @@ def _convert(flags: list[str], source: str) -> Operation | None:
 
 def _compare(flags: list[str], kind: str) -> Operation | None:
     how, *combined = (flag for flag in flags if flag != "ftz")
-    is_float = kind in _FLOATS
+    word, kind = KINDS[kind], kind.removesuffix("x2")
+    is_float, has_halves = kind in _FLOATS, word.itemsize > KINDS[kind].itemsize
     order = _ORDER.get(how) or (_ORDER.get(how[:-1]) if is_float else None)
-    if kind.endswith("x2") or not _LOGIC.keys() >= {*combined} or (order is None and not is_float):
+    if (has_halves and combined) or not _LOGIC.keys() >= {*combined} or (order is None and not is_float):
         return None
 
     def compare(a: Array, b: Array, *other: Array) -> Array:
@@ -290,7 +291,12 @@ def _compare(flags: list[str], kind: str) -> Operation | None:
             found = order(a, b) & ~is_nan if how in _ORDER else order(a, b) | is_nan
         return _LOGIC[combined[0]](found, *other) if combined else found
 
-    return compare, KINDS["pred"], (KINDS[kind],) * 2 + (KINDS["pred"],) * len(combined)
+    def compare_halves(a: Array, b: Array) -> Array:
+        """Of both numbers in a register, the lower ones first."""
+        return [compare(*((each >> np.uint32(shift)).astype(np.uint16) for each in (a, b))) for shift in (0, 16)]
+
+    function = compare_halves if has_halves else compare
+    return function, KINDS["pred"], (word,) * 2 + (KINDS["pred"],) * len(combined)
 
 
 # What may stand between an instruction and its kind, what it computes of floating-point numbers and of integers, and

@@ -88,10 +88,12 @@ def _step(code: Code, instruction: Instruction, is_approximate: bool) -> tuple[S
 
 def _computing(code: Code, instruction: Instruction, is_approximate: bool) -> Any:
     target, *sources = instruction.operands or ("",)
-    if instruction.op == "setp" and instruction.qualifiers[-1].endswith("x2"):
-        return _comparing_halves(instruction, *target.split("|"))
     found = operation(instruction.op, instruction.qualifiers, len(sources), is_approximate)
-    if found is None or "|" in target or not all(isinstance(each, str) for each in instruction.operands):
+    has_halves = instruction.op == "setp" and instruction.qualifiers[-1].endswith("x2")
+    if found is None or not all(isinstance(each, str) for each in instruction.operands):
+        raise instruction.unsupported()
+    targets = target.split("|")
+    if len(targets) != 1 + has_halves:
         raise instruction.unsupported()
     function, dtype, kinds = found
     operands = [*zip(sources, kinds, strict=True)]
@@ -100,9 +102,13 @@ def _computing(code: Code, instruction: Instruction, is_approximate: bool) -> An
 
     def compute(machine: Machine, instruction: Instruction, mask: Any) -> None:
         value = function(*[machine.get(*each, mask) for each in operands])
+        undefined = machine.undefined_of(sources, mask)
+        if has_halves:
+            for each, half in zip(targets, value, strict=True):
+                machine.put(each, half, mask, undefined)
+            return
         if value.dtype != stored:
             value = value.astype(dtype).astype(stored)
-        undefined = machine.undefined_of(sources, mask)
         if undefined is not DEFINED and instruction.op == "selp":
             # It takes one of two.
             first, second, choice = (machine.undefined_of([each], mask) for each in sources)
@@ -110,23 +116,6 @@ def _computing(code: Code, instruction: Instruction, is_approximate: bool) -> An
         machine.put(target, value, mask, undefined)
 
     return compute
-
-
-def _comparing_halves(instruction: Instruction, *targets: str) -> Any:
-    """A predicate of each of the two numbers in a register, the lower one first."""
-    *flags, kind = instruction.qualifiers
-    sources = instruction.operands[1:]
-    found = operation("setp", (*flags, kind.removesuffix("x2")), len(sources), False)
-    if found is None or len(sources) != len(targets) or len(targets) != 2:
-        raise instruction.unsupported()
-
-    def compare(machine: Machine, instruction: Instruction, mask: Any) -> None:
-        words = [machine.get(each, KINDS[kind], mask) for each in sources]
-        for shift, target in zip((0, 16), targets, strict=True):
-            halves = ((word >> np.uint32(shift)).astype(np.uint16) for word in words)
-            machine.put(target, found[0](*halves), mask, machine.undefined_of(sources, mask))
-
-    return compare
 
 
 def wider(code: Code, register: str, kind: str, dtype: np.dtype) -> np.dtype:
