@@ -62,7 +62,8 @@ class RowMapKernels:
         bwd_jvp: By tangent, y_bar_dot and that of k.
         numbers: Names of the numbers of the rows.
         options: Of the map: the reduced dim, and perhaps the scale.
-        forward: What y and y_dot take, of x and x_dot; None where the module has launchers of its own.
+        forward: What y and y_dot take, of x and x_dot, or a function that makes both from what a launcher is given.
+        inputs: Of the value.
         num_constants: With how many constants the numbers of a row end (see `NUMBERS` in `rows.kernel`).
         constants: Makes them of the options.
     """
@@ -74,7 +75,8 @@ class RowMapKernels:
     bwd_jvp: tuple[Part, Part]
     numbers: tuple[str, ...] = ()
     options: tuple[str, ...] = ("dim",)
-    forward: tuple[Part, Part] | None = None
+    forward: tuple[Part, Part] | Callable[[Mapping[str, Any]], list[Tensor]] | None = None
+    inputs: tuple[str, ...] = ("x",)
     num_constants: int = 0
     constants: Callable[[Mapping[str, Any]], Sequence[float]] = lambda given: ()
 
@@ -89,7 +91,7 @@ class RowMapKernels:
             "double_backward": {"x": ("y_bar", k, "x_dot"), "r": self.numbers, "out": self._bars()},
             "bwd_jvp": {"x": ("y_bar", k, "y_bar_dot", f"{k}_dot"), "r": self.numbers, "out": ("x_bar_dot",)},
         }
-        if self.forward is not None:
+        if isinstance(self.forward, tuple):
             tables["fwd"] = {"x": ("x", "x_dot"), "out": ("y", "y_dot")}
         for role, table in tables.items():
             slots: dict[str, Any] = {slot: self.functions.get(f"{role}_{slot}") for slot in ("terms", "emit")}
@@ -103,7 +105,8 @@ class RowMapKernels:
     def launchers(self) -> list[Callable[..., Any]]:
         """`<op>_jvp`, `_bwd`, `_double_backward` and `_bwd_jvp`, by position, of the arguments of the op's primitives.
 
-        Behind them come `_fwd` and `_fwd_jvp`, of results in the dtype of x, if there is a `forward`.
+        Behind them come `_fwd` and `_fwd_jvp` if there is a `forward`, of results in the dtype of x, or where a
+        function makes them in `output_dtype`.
 
         Only what the wanted results take is read. Those of the double backward have the dtypes of y_bar, k and x_dot,
         and no elements where they are not wanted; tangents may be None for zero.
@@ -117,7 +120,8 @@ class RowMapKernels:
             "bwd_jvp": ("y_bar", *of_k, "y_bar_dot", f"{self.kept}_dot", *of_vjp),
         }
         if self.forward is not None:
-            names |= {"fwd": ("x", *self.options), "fwd_jvp": ("x", "x_dot", *self.options)}
+            of_value = (*self.options, *["output_dtype"] * callable(self.forward))
+            names |= {"fwd": (*self.inputs, *of_value), "fwd_jvp": (*self.inputs, "x_dot", *of_value)}
         return [self._launcher(role, of_role) for role, of_role in names.items()]
 
     def _launcher(self, role: str, names: Sequence[str]) -> Callable[..., Any]:
@@ -125,7 +129,7 @@ class RowMapKernels:
             return getattr(self, f"_{role}")(dict(zip(names, args, strict=True)))
 
         launcher.__name__, launcher.__module__ = f"{self.module.rpartition('.')[2]}_{role}", self.module
-        absent = ("y_bar_dot", f"{self.kept}_dot") if role == "bwd_jvp" else ()
+        absent = ("y_bar_dot", f"{self.kept}_dot") if role == "bwd_jvp" else ("mask",)
         launcher.__signature__ = inspect.Signature(  # pyright: ignore[reportFunctionMemberAccess]
             [
                 inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY, annotation="Tensor | None")
@@ -137,17 +141,16 @@ class RowMapKernels:
         return tunable(launcher)
 
     def _fwd(self, given: Mapping[str, Any]) -> Tensor:
-        return self._values(given, 1)[0]
+        return self._fwd_jvp(given)[0]
 
     def _fwd_jvp(self, given: Mapping[str, Any]) -> list[Tensor]:
-        return self._values(given, 2)
-
-    def _values(self, given: Mapping[str, Any], count: int) -> list[Tensor]:
+        if callable(self.forward):
+            return self.forward(given)
         assert self.forward is not None  # noqa: S101 - else it has no launcher
-        x, parts = given["x"], self.forward
-        outputs = {name: torch.empty(x.shape, dtype=x.dtype, device=x.device) for name in ("y", "y_dot")[:count]}
-        inputs = {"x": x, "x_dot": given.get("x_dot")}
-        self._launch("fwd", inputs, {"y_dot": None, **outputs}, parts, parts[:count], given)
+        x, inputs = given["x"], {"x": given["x"], "x_dot": given.get("x_dot")}
+        names = ("y", "y_dot")[: 1 + ("x_dot" in given)]
+        outputs = {name: torch.empty(x.shape, dtype=x.dtype, device=x.device) for name in names}
+        self._launch("fwd", inputs, {"y_dot": None, **outputs}, self.forward, self.forward[: len(names)], given)
         return [*outputs.values()]
 
     def _jvp(self, given: Mapping[str, Any]) -> Tensor:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -11,11 +14,14 @@ from ..runtime.numbers import TL_DTYPES
 from ._log_softmax_kernels import FORWARD, LOGARITHM, MASKED, SHARE
 
 
-def forward_of(
-    x: Tensor, mask: Tensor | None, x_dot: Tensor | None, dim: int, output_dtype: torch.dtype | None,
-    scale: float | None = None,
-) -> list[Tensor]:  # fmt: skip
-    """Y, and its tangent if there is one of x: of softmax with a scale, else of log-softmax."""
+def forward_of(given: Mapping[str, Any]) -> list[Tensor]:
+    """Y, and its tangent where x has one: of softmax of `scale * x + mask`, or without a scale of log-softmax.
+
+    x is first rounded to `output_dtype`, if there is one. The probabilities of the tangent are those of x, and not of a
+    rounded y. A row of a log-softmax of which all elements are -inf, or one is +inf or NaN, is NaN.
+    """
+    x, output_dtype = given["x"], given["output_dtype"]
+    mask, x_dot, scale = (given.get(name) for name in ("mask", "x_dot", "scale"))
     if mask is not None and mask.dtype == torch.bool:
         # Bytes, because Triton has no pointers to bool of its own.
         mask = mask.view(torch.uint8)
@@ -26,5 +32,5 @@ def forward_of(
     kind = LOGARITHM if scale is None else SHARE if mask is None else MASKED
     constants = {"EPS": kind, "ROUNDED": TL_DTYPES[results["y"].dtype], **scale_bits(scale)}
     outputs = {"y_dot": None, **results}
-    launch_map(FORWARD[scale is not None], inputs, outputs, dim, sums, dtypes=dtypes, **constants)
+    launch_map(FORWARD[scale is not None], inputs, outputs, given["dim"], sums, dtypes=dtypes, **constants)
     return [*results.values()]

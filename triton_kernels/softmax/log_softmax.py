@@ -6,11 +6,7 @@ dims where the reduced dim comes last, and the dims inside it where it does not.
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
 from ..rows.maps import Part, RowMapKernels
-from ..tuning import tunable
 from . import _log_softmax_kernels
 from ._forward import forward_of
 
@@ -24,23 +20,6 @@ __all__ = [
 ]
 
 
-@tunable
-def log_softmax_fwd(x: Tensor, dim: int, output_dtype: torch.dtype | None) -> Tensor:
-    """Logarithm of the softmax of `x`, which is rounded to `output_dtype` before anything else, if there is one.
-
-    A row of which all elements are -inf, or one is +inf or NaN, is NaN.
-    """
-    (y,) = forward_of(x, None, None, dim, output_dtype)
-    return y
-
-
-@tunable
-def log_softmax_fwd_jvp(x: Tensor, x_dot: Tensor, dim: int, output_dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
-    """`log_softmax_fwd` and its tangent at once: the probabilities are those of x, and not of a rounded y."""
-    y, y_dot = forward_of(x, None, x_dot, dim, output_dtype)
-    return y, y_dot
-
-
 LOG_SOFTMAX = RowMapKernels(
     __name__,
     vars(_log_softmax_kernels),
@@ -51,5 +30,8 @@ LOG_SOFTMAX = RowMapKernels(
         Part((0,), ("y_bar",), ("y_bar", "y")),
     ),
     bwd_jvp=(Part((1,), ("y_bar_dot",), ("y", "y_bar_dot")), Part((0,), ("y_bar",), ("y", "y_dot"))),
+    forward=forward_of,
 )
-log_softmax_jvp, log_softmax_bwd, log_softmax_double_backward, log_softmax_bwd_jvp = LOG_SOFTMAX.launchers()
+_launchers = LOG_SOFTMAX.launchers()
+log_softmax_jvp, log_softmax_bwd, log_softmax_double_backward, log_softmax_bwd_jvp = _launchers[:4]
+log_softmax_fwd, log_softmax_fwd_jvp = _launchers[4:]

@@ -2,31 +2,11 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
 from ..rows.maps import Part, RowMapKernels
-from ..tuning import tunable
 from . import _softmax_kernels
 from ._forward import forward_of
 
 __all__ = ["softmax_bwd", "softmax_bwd_jvp", "softmax_double_backward", "softmax_fwd", "softmax_fwd_jvp", "softmax_jvp"]
-
-
-@tunable
-def softmax_fwd(x: Tensor, mask: Tensor | None, dim: int, scale: float, output_dtype: torch.dtype | None) -> Tensor:
-    """Softmax of `scale * x + mask` over `dim`, contiguous; `x` is first rounded to `output_dtype`, if there is one."""
-    (y,) = forward_of(x, mask, None, dim, output_dtype, scale)
-    return y
-
-
-@tunable
-def softmax_fwd_jvp(
-    x: Tensor, mask: Tensor | None, x_dot: Tensor, dim: int, scale: float, output_dtype: torch.dtype | None
-) -> tuple[Tensor, Tensor]:
-    """`softmax_fwd` and its tangent `scale * P(x_dot)` at once: the probabilities are not those of a rounded y."""
-    y, y_dot = forward_of(x, mask, x_dot, dim, output_dtype, scale)
-    return y, y_dot
 
 
 SOFTMAX = RowMapKernels(
@@ -43,5 +23,7 @@ SOFTMAX = RowMapKernels(
         Part((0, 1), ("y_bar", "y", "y_dot"), ("y_bar", "y", "y_dot")),
     ),
     options=("dim", "scale"),
+    forward=forward_of,
+    inputs=("x", "mask"),
 )
-softmax_jvp, softmax_bwd, softmax_double_backward, softmax_bwd_jvp = SOFTMAX.launchers()
+softmax_jvp, softmax_bwd, softmax_double_backward, softmax_bwd_jvp, softmax_fwd, softmax_fwd_jvp = SOFTMAX.launchers()
