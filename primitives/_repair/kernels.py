@@ -37,6 +37,8 @@ SIGNS = ("layer_norm", "group_norm", *_BATCH_NORMS, "scaled_dot_product_attentio
 
 # The half of the factor that they do not read has a gradient in torch, where it is not zero.
 _WRONG_AT_ONCE = (torch.ops.aten.cholesky_solve.default, torch.ops.aten.cholesky_inverse.default)
+# Their backward passes ask for values where they are recorded.
+_ASK_FOR_VALUES = (torch.ops.aten.scatter_reduce.two, torch.ops.aten.index_reduce.default)
 # Of others, in C++ that is wrong in place.
 _COMPOSED = (torch.ops.aten.cosine_embedding_loss.default,)
 # That of `_embedding_bag`, which depends on it where it is saved alone; an optimizer may step before the backward pass.
@@ -94,7 +96,7 @@ class Repair:
         ]
         self._multiplies = operator._opname.removeprefix("_").startswith(_OF_MATRICES)
         self.is_wrong_at_once = operator in _WRONG_AT_ONCE
-        self.reverse = "formula" if self.is_wrong_at_once else "torch"
+        self.reverse = "formula" if self.is_wrong_at_once or operator in _ASK_FOR_VALUES else "torch"
         if any(set(nesting) == {"r"} for nesting in verdicts_of(operator).beyond(1)):
             self.reverse = "node" if backward_name(operator) in backward_operators() else "formula"
         wrong = verdicts_of(operator).beyond(0)
@@ -210,7 +212,7 @@ def _in_plain_code(own: Callable[..., Any], repair: Repair) -> Callable[..., Any
             _Saved(f"_saved_{name}") if isinstance(x, torch.Tensor) and i not in held else x
             for i, (x, name) in enumerate(zip(values, names, strict=True))
         ]
-        if repair.operator.namespace != "aten":
+        if repair.operator.namespace != "aten" or repair.operator in _ASK_FOR_VALUES:
             # Backward passes in Python may not be differentiable, and their results go where one is recorded.
             node.register_prehook(_unrecorded)
         node.register_hook(functools.partial(_replaced, repair, values, names, len(args), places, versions))
