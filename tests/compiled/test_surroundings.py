@@ -42,6 +42,7 @@ def test_derivatives_do_not_depend_on_parameters_that_others_stand_for():
     loss = plainly(lambda p, x: torch.func.functional_call(net, p, (x,)).square().sum())
     gradient = torch.func.grad(loss)
     found = [*gradient(params, X).values(), *torch.func.vmap(gradient, (None, 0))(params, X).values()]
+    found += torch.func.jvp(lambda p: loss(p, X), (params,), (params,))
     # Else each step of an optimizer lengthens a graph.
     assert not any(y.requires_grad for y in found)
 
