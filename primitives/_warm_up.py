@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from primitives._core.errors import BackendError, LeafError, check_arguments
-from primitives._core.recomputation import version_of
+from primitives._core.levels import version_of
 from primitives._core.trees.nodes import leaves_of_nodes, mapped_nodes
 from primitives.tracing._modules.lending import attributes_kept
 

@@ -18,21 +18,13 @@ from torch import _C, Tensor, _guards, fx
 from torch._C import _functorch  # type: ignore[attr-defined] - no stub
 from torch._C._dynamo.guards import TensorGuards
 from torch._functorch.compile_utils import fx_graph_cse
-from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 from torch.autograd import forward_ad
 
 from primitives._compiled._graphs import Settings, compiling, cut, joint_graph, program_of
 from primitives._compiled._simplified import of_any_strides
 from primitives._core.errors import MissingRuleError
-from primitives._core.recomputation import (
-    Batched,
-    Derived,
-    Pullback,
-    Pushforward,
-    Recomputable,
-    recomputed,
-    recorded_here,
-)
+from primitives._core.levels import recorded_here
+from primitives._core.recomputation import Batched, Derived, Pullback, Pushforward, Recomputable
 from primitives.tracing import JointGraph
 from primitives.tracing._sizes import bindings, bound_sizes, failing_guards, num_guards
 from primitives.tracing._torch_private import GraphModule
@@ -192,13 +184,6 @@ class Compiled(Derived):
         interpreter = _functorch.peek_interpreter_stack()
         if interpreter is None:
             return recorded_here(*self._known(tensors))
-        if interpreter.key() == _functorch.TransformType.Jvp:
-            # Nothing moves at this level, or `recomputed` would have asked for the jvp.
-            level = interpreter.level()
-            outside = [_functorch._unwrap_for_grad(x, level) for x in tensors]
-            with retrieve_current_functorch_interpreter().lower():
-                results = recomputed(self, outside)
-            return tuple(_functorch._wrap_for_grad(y, level) for y in results)
         wanted: tuple[int, ...] = ()
         # In forward mode around it the backward pass is differentiated, so that it would be computed again in any case.
         if interpreter.key() == _functorch.TransformType.Grad and forward_ad._current_level < 0:

@@ -25,7 +25,7 @@ from torch.overrides import _get_current_function_mode_stack, _pop_mode_temporar
 from primitives._compiled._derivatives import SEED, Compiled
 from primitives._compiled._graphs import Settings, compiling
 from primitives._core.errors import LeafError, TraceError
-from primitives._core.recomputation import recomputed
+from primitives._core.levels import recomputed
 from primitives._core.trees.nodes import ARGUMENTS, registered
 from primitives.func._reached import Reached
 from primitives.func._region import Guard, Region, autocasts, once

@@ -147,18 +147,12 @@ def _redispatch(rules: RuleTable) -> Callable:
     return run
 
 
-def function_class(name: str, *, every_level: bool = False, **methods: Callable) -> Any:
-    """An autograd function of these static methods: the only place in the package that builds one.
-
-    It serves one level, that of the call. With `every_level` torch takes the levels of transforms one by one, and asks
-    the methods `setup_context` and `vmap` too.
-    """
-    base: Any = torch.autograd.Function
-    if not every_level:
-        # A subclass, because torch names the node of the graph when a class is made.
-        base = type("Function", (torch.autograd.function._SingleLevelFunction,), {})  # type: ignore[attr-defined] - no stub
-        # By what compiled autograd tells one function from another; torch gives it to the public class alone.
-        methods = {"_compiled_autograd_key": lambda ctx: (ctx._autograd_function_id,), **methods}
+def function_class(name: str, **methods: Callable) -> Any:
+    """An autograd function of these static methods, for the level of the call: the only place that builds one."""
+    # A subclass, because torch names the node of the graph when a class is made.
+    base = type("Function", (torch.autograd.function._SingleLevelFunction,), {})  # type: ignore[attr-defined] - no stub
+    # By what compiled autograd tells one function from another; torch gives it to the public class alone.
+    methods = {"_compiled_autograd_key": lambda ctx: (ctx._autograd_function_id,), **methods}
     return type(name, (base,), {key: staticmethod(method) for key, method in methods.items()})
 
 

@@ -19,7 +19,8 @@ from torch._functorch.eager_transforms import _jvp_with_argnums
 
 from primitives._core.dtypes import has_derivatives
 from primitives._core.errors import TreeError
-from primitives._core.recomputation import nodes_of, version_of
+from primitives._core.levels import version_of
+from primitives._core.recomputation import nodes_of
 from primitives._repair.switch import repaired_thread
 from primitives.func._calls import eager_after_break, primals_call
 from primitives.tracing._memory import bottom

@@ -19,7 +19,8 @@ from torch.utils.checkpoint import get_device_states
 
 from primitives._core.batching import rewinder
 from primitives._core.errors import LeafError, MutationError
-from primitives._core.recomputation import Recomputable, recomputed
+from primitives._core.levels import recomputed
+from primitives._core.recomputation import Recomputable
 from primitives._core.trees.nodes import ARGUMENTS, RESULTS, flattened
 from primitives._repair.switch import is_repaired, repaired_thread
 from primitives.func._reached import Reached

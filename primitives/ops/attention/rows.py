@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from primitives._core.recomputation import Recomputable, recomputed
+from primitives._core.levels import recomputed
+from primitives._core.recomputation import Recomputable
 from primitives.ops.dropout.philox import WORDS_PER_BLOCK, draw_words
 from primitives.ops.rules import accumulation_dtype, empty_output
 
