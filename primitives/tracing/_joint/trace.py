@@ -190,7 +190,11 @@ class _Constants(torch_private.TorchDispatchMode):
             args, kwargs = torch_private.mapped_constants(self._wrapped, (args, kwargs or {}))
         # It has a say in calls of the user, not in those of autograd.
         with torch_private.without_functions():
-            result = torch_private.called(func, args, kwargs or {})
+            if func in _LERPS_IN_PLACE:
+                # Its fake kernel prints tensors on the way: that raises in forward mode, and leaves autograd off.
+                result = args[0].copy_(torch.lerp(*args))
+            else:
+                result = torch_private.called(func, args, kwargs or {})
         if writes and self.refusal is None:
             written = [x for x, y in self._constants.values() if torch_private.has_data_mutation(y)]
             self.refusal = (written[0], current_line()) if written else None
@@ -204,6 +208,7 @@ class _Constants(torch_private.TorchDispatchMode):
 
 # Before torch 2.13 functionalization refuses what the tracer does not know; copies of constants are read there alone.
 _MAY_WRAP_CONSTANTS = torch.__version__ >= "2.13"
+_LERPS_IN_PLACE = (torch.ops.aten.lerp_.Tensor, torch.ops.aten.lerp_.Scalar)
 # What makes tensors of literals of a program.
 _LIFTS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default, torch.ops.aten.lift.default)
 
