@@ -80,7 +80,9 @@ def _dropout(x: Any, p: float = 0.5, training: bool = True, inplace: bool = Fals
     """As torch composes it, but in C++ it asks how many elements there are, which symbols do not say in a transform."""
     if not training or p == 0.0:
         return x
-    noise = torch.empty_like(x).bernoulli_(1.0 - p).mul_(1.0 / (1.0 - p) if p < 1.0 else 0.0)
+    # Without a batch, which `vmap` adds where samples draw different numbers.
+    noise = torch.bernoulli(torch.empty(x.shape, dtype=x.dtype, device=x.device), 1.0 - p)
+    noise = noise.mul_(1.0 / (1.0 - p) if p < 1.0 else 0.0)
     return x.mul_(noise) if inplace else x * noise
 
 

@@ -85,6 +85,15 @@ def test_dropout_of_any_size():
     assert sum("jvp" not in program.name for program in loss.settings.programs) == 2
 
 
+@pytest.mark.parametrize("randomness", ["same", "different"])
+def test_dropout_of_batches(randomness):
+    dropped = plainly(lambda x: F.dropout(x, 0.5), dynamic=True)
+    for n in (5, 7):
+        kept = torch.func.vmap(dropped, randomness=randomness)(torch.ones(40, n))
+        assert set(kept.unique().tolist()) == {0.0, 2.0}
+        assert (kept == kept[0]).all() == (randomness == "same")
+
+
 def test_programs_that_draw_do_not_grow_with_sizes():
     counts = []
     for n in (12, 10**6):
