@@ -9,10 +9,18 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from primitives._core.decomposition import decomposition_table, register_decomposition
+from primitives._core.decomposition import decomposition_table
 from primitives._core.write_back import write_back
 from primitives.decompositions._norms import check_batch_norm, native_batch_norm_backward
-from primitives.decompositions._statistics import accumulated, channel_shape, constant_p, moments, saved_dtype, scaled
+from primitives.decompositions._statistics import (
+    accumulated,
+    channel_shape,
+    constant_p,
+    decomposes,
+    moments,
+    saved_dtype,
+    scaled,
+)
 
 aten = torch.ops.aten
 
@@ -149,14 +157,5 @@ _NAMES: dict[OpOverload, Callable[..., Any]] = {
 }
 
 
-def _register(op: OpOverload, function: Callable[..., Any]) -> None:
-    names = tuple(argument.name for argument in op._schema.arguments)
-
-    def decomposition(*args: Any, **kwargs: Any) -> Any:
-        return function(*args, *[kwargs[name] for name in names[len(args) :]])
-
-    register_decomposition(op)(decomposition)
-
-
 for _op, _function in _NAMES.items():
-    _register(_op, _function)
+    decomposes(_op)(lambda call, function=_function: function(*call))

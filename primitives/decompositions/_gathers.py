@@ -12,51 +12,41 @@ from torch import Tensor
 from primitives._core.decomposition import decomposition_table, register_decomposition, register_decomposition_for_jvp
 from primitives.decompositions._norms import require
 from primitives.decompositions._reductions import scatter_reduce
-from primitives.decompositions._statistics import constant_p
+from primitives.decompositions._statistics import constant_p, decomposes
 
 aten = torch.ops.aten
 
 _SUM, _MEAN, _MAX = 0, 1, 2  # as in ATen's enumeration
 
 
-@register_decomposition(aten._embedding_bag)
-def embedding_bag(
-    weight: Tensor,
-    indices: Tensor,
-    offsets: Tensor,
-    scale_grad_by_freq: bool = False,
-    mode: int = _SUM,
-    sparse: bool = False,
-    per_sample_weights: Tensor | None = None,
-    include_last_offset: bool = False,
-    padding_idx: int = -1,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+@decomposes(aten._embedding_bag)
+def embedding_bag(c: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Sums, means or largest numbers of rows of `weight`, a bag of them at a time, and which rows they were."""
-    factors = None if per_sample_weights is None else constant_p(per_sample_weights)
-    args = scale_grad_by_freq, mode, sparse, factors, include_last_offset, padding_idx
+    factors = None if c.per_sample_weights is None else constant_p(c.per_sample_weights)
+    args = c.scale_grad_by_freq, c.mode, c.sparse, factors, c.include_last_offset, c.padding_idx
     # Of rows alone, which have no derivative.
-    value, bag_of, sizes, largest = aten._embedding_bag_forward_only(constant_p(weight), indices, offsets, *args)
+    value, bag_of, sizes, largest = aten._embedding_bag_forward_only(constant_p(c.weight), c.indices, c.offsets, *args)
     # The forward has one more of each where it is given where the last bag ends.
     sizes, largest = sizes[: len(value)], largest[: len(value)]
-    if mode == _MAX:
+    if c.mode == _MAX:
         # As torch leaves a bag without rows.
-        rows = weight.gather(0, largest.to(torch.int64))
+        rows = c.weight.gather(0, largest.to(torch.int64))
         return torch.where((sizes > 0).unsqueeze(-1), rows, 0), bag_of, sizes, largest
-    indices = indices.to(torch.int64)
-    rows = weight[indices]
-    if scale_grad_by_freq:
-        counts = torch.zeros_like(weight[:, 0]).index_add(0, indices, torch.ones_like(rows[:, 0]))
+    indices = c.indices.to(torch.int64)
+    rows = c.weight[indices]
+    if c.scale_grad_by_freq:
+        counts = torch.zeros_like(c.weight[:, 0]).index_add(0, indices, torch.ones_like(rows[:, 0]))
         shares = rows / counts[indices].unsqueeze(-1)
         rows = shares + constant_p(rows - shares)
-    if per_sample_weights is not None:
-        rows = rows * per_sample_weights.unsqueeze(-1)
-    if padding_idx >= 0:
-        rows = torch.where((indices == padding_idx).unsqueeze(-1), 0, rows)
-    starts = offsets[:-1] if include_last_offset else offsets
-    places = torch.arange(indices.shape[0], device=indices.device, dtype=offsets.dtype)
+    if c.per_sample_weights is not None:
+        rows = rows * c.per_sample_weights.unsqueeze(-1)
+    if c.padding_idx >= 0:
+        rows = torch.where((indices == c.padding_idx).unsqueeze(-1), 0, rows)
+    starts = c.offsets[:-1] if c.include_last_offset else c.offsets
+    places = torch.arange(indices.shape[0], device=indices.device, dtype=c.offsets.dtype)
     bags = torch.searchsorted(starts.contiguous(), places, right=True) - 1
     output = value.new_zeros(value.shape).index_add(0, bags, rows)
-    if mode == _MEAN:
+    if c.mode == _MEAN:
         output = output / sizes.clamp(min=1).unsqueeze(-1)
     return output, bag_of, sizes, largest
 
@@ -70,49 +60,38 @@ def embedding_bag_of_frozen_rows(*args: Any) -> tuple[Tensor, Tensor, Tensor, Te
 _INITIAL = {"sum": 0.0, "mean": 0.0, "prod": 1.0, "max": -math.inf, "min": math.inf}
 
 
-@register_decomposition(aten.segment_reduce)
-def segment_reduce(
-    data: Tensor,
-    reduce: str,
-    *,
-    lengths: Tensor | None = None,
-    indices: Tensor | None = None,
-    offsets: Tensor | None = None,
-    axis: int = 0,
-    unsafe: bool = False,
-    initial: float | None = None,
-) -> Tensor:
+@decomposes(aten.segment_reduce)
+def segment_reduce(c: Any) -> Tensor:
     """Segments of an axis reduced, the first `lengths[..., 0]` numbers first."""
-    require(reduce in _INITIAL, f"segment_reduce: reduce must be known, got {reduce!r}.")
-    if offsets is not None:
-        lengths = offsets.diff(dim=-1)
-    if lengths is None or indices is not None:
+    require(c.reduce in _INITIAL, f"segment_reduce: reduce must be known, got {c.reduce!r}.")
+    data, lengths = c.data, c.lengths if c.offsets is None else c.offsets.diff(dim=-1)
+    if lengths is None or c.indices is not None:
         raise RuntimeError("segment_reduce: expected lengths or offsets.")
     outer = lengths.dim() - 1
     require(
-        data.dim() > outer and range(data.dim())[axis] == outer and data.shape[:outer] == lengths.shape[:-1],
-        f"segment_reduce: {[*lengths.shape]} segments do not fit axis {axis} of {[*data.shape]}.",
+        data.dim() > outer and range(data.dim())[c.axis] == outer and data.shape[:outer] == lengths.shape[:-1],
+        f"segment_reduce: {[*lengths.shape]} segments do not fit axis {c.axis} of {[*data.shape]}.",
     )
-    if not unsafe and offsets is None:
-        is_whole = (lengths >= 0).all() & (lengths.sum(-1) == data.shape[axis]).all()
+    if not c.unsafe and c.offsets is None:
+        is_whole = (lengths >= 0).all() & (lengths.sum(-1) == data.shape[c.axis]).all()
         torch._assert_async(is_whole, "segment_reduce: lengths must be positive, and sum up to the axis.")
     ends = lengths.cumsum(-1)
-    if offsets is not None:
-        ends = ends + offsets[..., :1]
+    if c.offsets is not None:
+        ends = ends + c.offsets[..., :1]
     rest = data.shape[lengths.dim() :]
-    places = torch.arange(data.shape[axis], device=data.device).expand(data.shape[: lengths.dim()]).contiguous()
+    places = torch.arange(data.shape[c.axis], device=data.device).expand(data.shape[: lengths.dim()]).contiguous()
     # One more segment takes what lies outside.
     segments = torch.searchsorted(ends.contiguous(), places.to(ends.dtype), right=True)
-    if offsets is not None:
-        segments = torch.where(places < offsets[..., :1], lengths.shape[-1], segments)
+    if c.offsets is not None:
+        segments = torch.where(places < c.offsets[..., :1], lengths.shape[-1], segments)
     index = segments.reshape(*segments.shape, *[1] * len(rest)).expand_as(data)
-    neutral = _INITIAL[reduce] if initial is None else initial
+    neutral = _INITIAL[c.reduce] if c.initial is None else c.initial
     start = data.new_full((*lengths.shape[:-1], lengths.shape[-1] + 1, *rest), neutral)
-    kind = {"mean": "sum", "max": "amax", "min": "amin"}.get(reduce, reduce)
-    output = scatter_reduce(start, axis, index, data, kind).narrow(axis, 0, lengths.shape[-1])
-    if reduce == "mean":
+    kind: Any = {"mean": "sum", "max": "amax", "min": "amin"}.get(c.reduce, c.reduce)
+    output = scatter_reduce(start, c.axis, index, data, kind).narrow(c.axis, 0, lengths.shape[-1])
+    if c.reduce == "mean":
         sizes = lengths.reshape(*lengths.shape, *[1] * len(rest)).to(data.dtype)
-        output = torch.where(sizes == 0, math.nan if initial is None else initial, output / sizes.clamp(min=1))
+        output = torch.where(sizes == 0, math.nan if c.initial is None else c.initial, output / sizes.clamp(min=1))
     return output
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from primitives._core import Primitive
-from primitives._core.decomposition import register_decomposition
+from primitives.decompositions._statistics import decomposes
 
 # Records, and gates that follow from them, are of ops with kernels of their own.
 grouped_mm_p = Primitive(
@@ -81,21 +81,15 @@ def _grouped_mm_jvp(residuals: Any, tangents: Any) -> Tensor:
     return functools.reduce(torch.add, terms)
 
 
-@register_decomposition(torch.ops.aten._grouped_mm)
-def grouped_mm(
-    self: Tensor,
-    mat2: Tensor,
-    offs: Tensor | None = None,
-    bias: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-) -> Tensor:
+@decomposes(torch.ops.aten._grouped_mm)
+def grouped_mm(c: Any) -> Tensor:
     """Products of a mixture of experts, of which torch has no forward mode; also of float64, which it refuses."""
-    if bias is not None or (offs is None) != (self.dim() == mat2.dim() == 3):
-        return torch._grouped_mm(self, mat2, offs, bias, out_dtype)
-    if offs is None:
-        product = torch.bmm(self, mat2)
-    elif self.dim() == 3:
-        product = grouped_mm_p(mat2.t(), self.transpose(1, 2), offs).t()
+    if c.bias is not None or (c.offs is None) != (c.self.dim() == c.mat2.dim() == 3):
+        return torch._grouped_mm(c.self, c.mat2, c.offs, c.bias, c.out_dtype)
+    if c.offs is None:
+        product = torch.bmm(c.self, c.mat2)
+    elif c.self.dim() == 3:
+        product = grouped_mm_p(c.mat2.t(), c.self.transpose(1, 2), c.offs).t()
     else:
-        product = grouped_mm_p(self, mat2, offs)
-    return product.to(out_dtype or self.dtype)
+        product = grouped_mm_p(c.self, c.mat2, c.offs)
+    return product.to(c.out_dtype or c.self.dtype)

@@ -8,11 +8,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._ops import OpOverload
 
 from primitives._core.decomposition import register_decomposition
 from primitives.decompositions._norms import require
-from primitives.decompositions._statistics import accumulated, constant_p, of_part
+from primitives.decompositions._statistics import accumulated, constant_p, decomposes, of_part
 
 aten = torch.ops.aten
 
@@ -49,31 +48,24 @@ def soft_margin_loss(self: Tensor, target: Tensor, reduction: int = REDUCTION_ME
     return _reduced((-target * self).exp().log1p(), reduction)
 
 
-@register_decomposition(aten.multi_margin_loss)
-def multi_margin_loss(
-    self: Tensor,
-    target: Tensor,
-    p: float = 1,
-    margin: float = 1,
-    weight: Tensor | None = None,
-    reduction: int = REDUCTION_MEAN,
-) -> Tensor:
+@decomposes(aten.multi_margin_loss)
+def multi_margin_loss(c: Any) -> Tensor:
     """`max(0, margin - x[target] + x) ** p` of the other classes, by the number of all.
 
     The derivative at the kink is 0, as ATen has it; torch's own decomposition has 1.
     """
-    x, labels = torch.atleast_2d(self), torch.atleast_1d(target)
-    require(p in (1, 2), f"multi_margin_loss: p must be 1 or 2, got {p}.")
+    x, labels = torch.atleast_2d(c.self), torch.atleast_1d(c.target)
+    require(c.p in (1, 2), f"multi_margin_loss: p must be 1 or 2, got {c.p}.")
     fits = x.dim() == 2 and x.shape[1] > 0 and labels.shape == x.shape[:1]
-    fits = fits and (weight is None or weight.numel() == x.shape[1])
-    require(fits, f"multi_margin_loss: labels {[*target.shape]} or weights do not fit scores {[*self.shape]}.")
+    fits = fits and (c.weight is None or c.weight.numel() == x.shape[1])
+    require(fits, f"multi_margin_loss: labels {[*c.target.shape]} or weights do not fit scores {[*c.self.shape]}.")
     labels = labels.unsqueeze(1)
-    margins = (margin - x.gather(1, labels) + x).relu()
-    margins = margins if p == 1 else margins.square()
-    if weight is not None:
-        margins = margins * weight.flatten()[labels]
+    margins = (c.margin - x.gather(1, labels) + x).relu()
+    margins = margins if c.p == 1 else margins.square()
+    if c.weight is not None:
+        margins = margins * c.weight.flatten()[labels]
     is_other = torch.arange(x.shape[1], device=x.device) != labels
-    return _reduced(torch.where(is_other, margins, 0).mean(1).reshape(target.shape), reduction)
+    return _reduced(torch.where(is_other, margins, 0).mean(1).reshape(c.target.shape), c.reduction)
 
 
 @register_decomposition(aten.multilabel_margin_loss_forward)
@@ -111,27 +103,18 @@ def log_sigmoid_forward(self: Tensor) -> tuple[Tensor, Tensor]:
 of_part(aten.log_sigmoid, aten.log_sigmoid_forward.default, 0)
 
 
-@register_decomposition([aten.nll_loss_backward, aten.nll_loss2d_backward])
-def nll_loss_backward(
-    grad_output: Tensor,
-    self: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    reduction: int,
-    ignore_index: int,
-    total_weight: Tensor,
-) -> Tensor:
+@decomposes([aten.nll_loss_backward, aten.nll_loss2d_backward])
+def nll_loss_backward(c: Any) -> Tensor:
     """Cotangent of the log-probabilities `self`, `[C]` or `[N, C, *]`: minus the class weight where the target is."""
-    axis = 0 if self.dim() < 2 else 1
-    if reduction == REDUCTION_MEAN:
-        grad_output = grad_output / total_weight
+    axis = 0 if c.self.dim() < 2 else 1
+    grad_output = c.grad_output / c.total_weight if c.reduction == REDUCTION_MEAN else c.grad_output
     # Labels may be uint8, which neither holds a negative ignore_index nor indexes.
-    target = target.to(torch.int64).unsqueeze(axis)
-    kept = target != ignore_index
-    picked = torch.zeros_like(self).scatter(axis, torch.where(kept, target, 0), -1.0)
-    if weight is not None:
-        picked = picked * weight.reshape([weight.shape[0], *[1] * (self.dim() - 1 - axis)])
-    if 0 < grad_output.dim() < self.dim():
+    target = c.target.to(torch.int64).unsqueeze(axis)
+    kept = target != c.ignore_index
+    picked = torch.zeros_like(c.self).scatter(axis, torch.where(kept, target, 0), -1.0)
+    if c.weight is not None:
+        picked = picked * c.weight.reshape([c.weight.shape[0], *[1] * (c.self.dim() - 1 - axis)])
+    if 0 < grad_output.dim() < c.self.dim():
         grad_output = grad_output.unsqueeze(axis)
     return picked * torch.where(kept, grad_output, 0)
 
@@ -220,29 +203,23 @@ def std_mean(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     return _root(variance), mean
 
 
-def _register_chunked(operator: OpOverload) -> None:
-    names = tuple(argument.name for argument in operator._schema.arguments)
+def _linear_cross_entropy(c: Any) -> Any:
+    """Cross-entropy of `input @ linear_weight.T`, which has no jvp in torch: the tangent is silently 0.
 
-    @register_decomposition(operator)
-    def linear_cross_entropy(*args: Any, **kwargs: Any) -> Any:
-        """Cross-entropy of `input @ linear_weight.T`, which has no jvp in torch: the tangent is silently 0.
-
-        Torch returns gradients beside a loss that is one number, for its own backward alone: here they are zeros.
-        """
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
-        wide: list[Any] = [
-            None if given[name] is None else accumulated(given[name])
-            for name in ("input", "linear_weight", "linear_bias", "weight")
-        ]
-        x, w, bias, weight = wide
-        how = {name: given[name] for name in ("reduction", "ignore_index", "label_smoothing") if name in given}
-        loss = F.cross_entropy(F.linear(x, w, bias), given["target"], weight, **{"reduction": "none", **how})
-        loss = loss.to(given["input"].dtype)
-        if "reduction" not in given:
-            return loss
-        shapes = {"input": x.shape, "linear_weight": w.shape, "linear_bias": w.shape[:-1]}
-        sizes = [shape if given[f"compute_{name}_grad"] else [0] * len(shape) for name, shape in shapes.items()]
-        return loss, *map(given["input"].new_zeros, sizes)
+    Torch returns gradients beside a loss that is one number, for its own backward alone: here they are zeros.
+    """
+    wide: list[Any] = [
+        None if x is None else accumulated(x) for x in (c.input, c.linear_weight, c.linear_bias, c.weight)
+    ]
+    x, w, bias, weight = wide
+    how = {n: getattr(c, n) for n in ("reduction", "ignore_index", "label_smoothing") if n in c._fields}
+    loss = F.cross_entropy(F.linear(x, w, bias), c.target, weight, **{"reduction": "none", **how})
+    loss = loss.to(c.input.dtype)
+    if "reduction" not in how:
+        return loss
+    shapes = {"input": x.shape, "linear_weight": w.shape, "linear_bias": w.shape[:-1]}
+    sizes = [shape if getattr(c, f"compute_{n}_grad") else [0] * len(shape) for n, shape in shapes.items()]
+    return loss, *map(c.input.new_zeros, sizes)
 
 
 if importlib.util.find_spec("torch.nn.modules.linear_cross_entropy") is not None:  # torch 2.13
@@ -250,4 +227,4 @@ if importlib.util.find_spec("torch.nn.modules.linear_cross_entropy") is not None
     importlib.import_module("torch.nn.modules.linear_cross_entropy")
     for _name in ("_linear_cross_entropy_batch_chunked", "_linear_cross_entropy_batch_chunked_no_reduction"):
         if hasattr(torch.ops.torch_nn, _name):
-            _register_chunked(getattr(torch.ops.torch_nn, _name).default)
+            decomposes(getattr(torch.ops.torch_nn, _name).default)(_linear_cross_entropy)

@@ -9,6 +9,7 @@ reversed twice it is silently wrong.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from primitives.decompositions._statistics import (
     accumulated,
     channel_shape,
     constant_p,
+    decomposes,
     moments,
     of_part,
     saved_dtype,
@@ -129,17 +131,10 @@ def native_layer_norm(
     return y.to(input.dtype), mean.to(dtype), rstd.to(dtype)
 
 
-@register_decomposition(aten.layer_norm)
-def layer_norm(
-    input: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-    cudnn_enable: bool = True,
-) -> Tensor:
+@decomposes(aten.layer_norm)
+def layer_norm(c: Any) -> Tensor:
     """Layer norm over the last axes."""
-    return decomposition_table[aten.native_layer_norm.default](input, normalized_shape, weight, bias, eps)[0]
+    return decomposition_table[aten.native_layer_norm.default](c.input, c.normalized_shape, c.weight, c.bias, c.eps)[0]
 
 
 @register_decomposition(aten.native_group_norm)
@@ -158,19 +153,14 @@ def native_group_norm(
     return y.to(input.dtype), mean[..., 0].to(dtype), rstd[..., 0].to(dtype)
 
 
-@register_decomposition(aten.group_norm)
-def group_norm(
-    input: Tensor,
-    num_groups: int,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-    cudnn_enabled: bool = True,
-) -> Tensor:
+@decomposes(aten.group_norm)
+def group_norm(c: Any) -> Tensor:
     """Group norm of `[N, C, *]`."""
-    check_group_norm("group_norm", input, num_groups, weight, bias)
-    sizes = *input.shape[:2], input.shape[2:].numel()
-    return decomposition_table[aten.native_group_norm.default](input, weight, bias, *sizes, num_groups, eps)[0]
+    check_group_norm("group_norm", c.input, c.num_groups, c.weight, c.bias)
+    sizes = *c.input.shape[:2], c.input.shape[2:].numel()
+    return decomposition_table[aten.native_group_norm.default](c.input, c.weight, c.bias, *sizes, c.num_groups, c.eps)[
+        0
+    ]
 
 
 @register_decomposition(aten._weight_norm_interface)
@@ -189,33 +179,24 @@ def _projected(v: Tensor, x_hat: Tensor, rstd: Tensor, axes: list[int]) -> Tenso
     return rstd * (v - v.mean(axes, keepdim=True) - x_hat * (v * x_hat).mean(axes, keepdim=True))
 
 
-@register_decomposition(aten.native_layer_norm_backward)
-def native_layer_norm_backward(
-    grad_out: Tensor,
-    input: Tensor,
-    normalized_shape: Sequence[int],
-    mean: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    output_mask: Sequence[bool],
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+@decomposes(aten.native_layer_norm_backward)
+def native_layer_norm_backward(c: Any) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Cotangents of input, weight and bias of a layer norm; what the mask leaves out, or is not there, is `None`."""
-    axes = list(range(-len(normalized_shape), 0))
-    rows = list(range(input.dim() - len(normalized_shape)))
-    x, y_bar = accumulated(input), accumulated(grad_out)
+    axes = list(range(-len(c.normalized_shape), 0))
+    rows = list(range(c.input.dim() - len(c.normalized_shape)))
+    x, y_bar = accumulated(c.input), accumulated(c.grad_out)
     mean, variance = moments(x, axes)
     # ATen does not pass eps on. It is what separates the variance from 1 / rstd**2, and no function of the input.
-    eps = constant_p(rstd.to(x.dtype).pow(-2) - variance)
+    eps = constant_p(c.rstd.to(x.dtype).pow(-2) - variance)
     rstd = (variance + eps).rsqrt()
     x_hat = (x - mean) * rstd
     x_bar = weight_bar = bias_bar = None
-    if output_mask[0]:
-        x_bar = _projected(y_bar if weight is None else y_bar * weight, x_hat, rstd, axes).to(input.dtype)
-    if output_mask[1] and weight is not None:
-        weight_bar = _sum(y_bar * x_hat, rows).to(weight.dtype)
-    if output_mask[2] and bias is not None:
-        bias_bar = _sum(y_bar, rows).to(bias.dtype)
+    if c.output_mask[0]:
+        x_bar = _projected(y_bar if c.weight is None else y_bar * c.weight, x_hat, rstd, axes).to(c.input.dtype)
+    if c.output_mask[1] and c.weight is not None:
+        weight_bar = _sum(y_bar * x_hat, rows).to(c.weight.dtype)
+    if c.output_mask[2] and c.bias is not None:
+        bias_bar = _sum(y_bar, rows).to(c.bias.dtype)
     return x_bar, weight_bar, bias_bar
 
 
@@ -224,40 +205,29 @@ def _sum(v: Tensor, axes: list[int]) -> Tensor:
     return v.sum(axes) if axes else v
 
 
-@register_decomposition(aten.native_batch_norm_backward)
-def native_batch_norm_backward(
-    grad_out: Tensor,
-    input: Tensor,
-    weight: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    save_mean: Tensor | None,
-    save_invstd: Tensor | None,
-    train: bool,
-    eps: float,
-    output_mask: Sequence[bool],
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+@decomposes(aten.native_batch_norm_backward)
+def native_batch_norm_backward(c: Any) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Cotangents of input, weight and bias of a batch norm; what the mask leaves out is `None`.
 
     Weight and bias have the shape `[C]`; ATen gives bias its cotangent even without a weight.
     """
-    x, y_bar = accumulated(input), accumulated(grad_out)
+    x, y_bar = accumulated(c.input), accumulated(c.grad_out)
     axes, shape = [0, *range(2, x.dim())], channel_shape(x)
-    dtype = input.dtype if weight is None else weight.dtype
-    if train:
+    dtype = c.input.dtype if c.weight is None else c.weight.dtype
+    if c.train:
         mean, variance = moments(x, axes)
-    elif running_mean is None or running_var is None:
+    elif c.running_mean is None or c.running_var is None:
         raise RuntimeError("native_batch_norm_backward: running_mean and running_var must be given in evaluation mode.")
     else:
-        mean, variance = (accumulated(running_mean).reshape(shape), accumulated(running_var).reshape(shape))
-    rstd = (variance + eps).rsqrt()
+        mean, variance = (accumulated(c.running_mean).reshape(shape), accumulated(c.running_var).reshape(shape))
+    rstd = (variance + c.eps).rsqrt()
     x_hat = (x - mean) * rstd
     x_bar = weight_bar = bias_bar = None
-    if output_mask[0]:
-        x_bar = _projected(y_bar, x_hat, rstd, axes) if train else y_bar * rstd
-        x_bar = (x_bar if weight is None else x_bar * weight.reshape(shape)).to(input.dtype)
-    if output_mask[1]:
+    if c.output_mask[0]:
+        x_bar = _projected(y_bar, x_hat, rstd, axes) if c.train else y_bar * rstd
+        x_bar = (x_bar if c.weight is None else x_bar * c.weight.reshape(shape)).to(c.input.dtype)
+    if c.output_mask[1]:
         weight_bar = (y_bar * x_hat).sum(axes).to(dtype)
-    if output_mask[2]:
+    if c.output_mask[2]:
         bias_bar = y_bar.sum(axes).to(dtype)
     return x_bar, weight_bar, bias_bar

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections import namedtuple
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from primitives._core.decomposition import decomposition_table, register_decomposition
+from primitives._core.decomposition import decomposition_table, overloads_of, register_decomposition
 from primitives._core.primitive import Primitive
 
-__all__ = ["accumulated", "channel_shape", "constant_p", "moments", "of_part", "saved_dtype", "scaled"]
+__all__ = ["accumulated", "channel_shape", "constant_p", "decomposes", "moments", "of_part", "saved_dtype", "scaled"]
 
 # A value that no mode differentiates: Tensor.detach stops reverse mode alone.
 constant_p = Primitive(
@@ -21,6 +23,18 @@ constant_p.def_reference(lambda x: x.clone())
 constant_p.def_vjp(lambda residuals, cotangents, output_mask: {})
 constant_p.def_jvp(lambda residuals, tangents: ())
 constant_p.def_vmap(lambda batch, primals: (constant_p(primals.x), batch.axes.x))
+
+
+def decomposes(ops: Any) -> Callable[[Callable[[Any], Any]], Callable[..., Any]]:
+    """Decorator that makes a decomposition of a function of a call, whose fields are the arguments of the schema."""
+    arguments = overloads_of(ops)[0]._schema.arguments
+    defaults = [argument.default_value for argument in arguments if argument.has_default_value()]
+    call = namedtuple("call", [str(argument.name) for argument in arguments], defaults=defaults)
+
+    def decorator(function: Callable[[Any], Any]) -> Callable[..., Any]:
+        return register_decomposition(ops)(lambda *args, **kwargs: function(call(*args, **kwargs)))
+
+    return decorator
 
 
 def of_part(ops: Any, whole: OpOverload, part: int | slice) -> None:
