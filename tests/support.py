@@ -158,7 +158,7 @@ def nested(function: Any, word: str, argnums: int | Sequence[int] = 0) -> Any:
 def right_nestings(
     function: Callable[..., Tensor], xs: Sequence[Tensor], directions: Sequence[Tensor]
 ) -> Iterator[tuple[str, float]]:
-    """Each nesting to order 3, held to differences of the nesting below and to the others, and its derivative."""
+    """Each nesting to order 3, held to differences of the nesting below and to the others, and what it gives."""
     below = function
     for order in (1, 2, 3):
         truth, scale = difference(below, directions)(*xs).item(), max(abs(below(*xs).item()), 1.0)
@@ -167,5 +167,5 @@ def right_nestings(
             found = first if nesting == "f" * order else directional(function, directions, nesting)(*xs).item()
             assert found == pytest.approx(truth, rel=1e-6, abs=1e-7 * scale), nesting
             assert found == pytest.approx(first, rel=1e-10, abs=1e-10 * scale), nesting
-            yield nesting, truth
+            yield nesting, found
         below = directional(function, directions, "f" * order)

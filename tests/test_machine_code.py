@@ -50,11 +50,11 @@ def as_before() -> Iterator[None]:
     triton.runtime.driver.set_active(None)
 
 
-# By day the keys of a chip of each maker: seconds each.
+# By day the keys of one chip: seconds each.
 @pytest.mark.parametrize(
     "chip_name, how",
     [
-        *(("sm_90", "--keys"), ("gfx942", "--keys")),
+        ("sm_90", "--keys"),
         *(pytest.param(chip_name, "--check", marks=pytest.mark.nightly) for chip_name in CHIPS),
     ],
 )

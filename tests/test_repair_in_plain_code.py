@@ -205,22 +205,6 @@ def test_third_derivatives_find_the_eps_that_torch_does_not_hand_on():
         assert by_autograd(x).isnan().any(1).tolist() == [False, True, False, False, False]
 
 
-@pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="torch 2.13 has it first")
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_an_operator_whose_backward_pass_is_python_is_differentiated_twice(reduction):
-    options = torch.nn.LinearCrossEntropyOptions(chunking_method="aspect_ratio:1", allow_retain_graph=True)
-    x, w = randn(6, 5).double().requires_grad_(), randn(7, 5).double().requires_grad_()
-    target = torch.arange(6)
-
-    def second(loss):
-        (x_bar,) = torch.autograd.grad(loss.sin().sum(), x, create_graph=True)
-        return torch.autograd.grad(x_bar.square().sum(), (x, w))
-
-    with pr.repair_torch():
-        found = second(F.linear_cross_entropy(x, w, target, reduction=reduction, options=options))
-    torch.testing.assert_close(found, second(F.cross_entropy(x @ w.T, target, reduction=reduction)))
-
-
 @pytest.mark.parametrize("f", [lambda x: torch.pow(x, x), torch.linalg.det, lambda x: torch.logcumsumexp(x, 0)])
 def test_a_formula_unpacks_nothing_a_second_time(f):
     x, counts = (randn(3, 3).square() + torch.eye(3)).requires_grad_(), []

@@ -16,43 +16,10 @@ from tests.support import randn, right_nestings
 
 pytestmark = pytest.mark.usefixtures("seeded")
 
-X = (4, 3)
-
-
-def attention(x):
-    q = x.reshape(1, 2, 3, 2)
-    return F.scaled_dot_product_attention(q, q.sin(), q, is_causal=True)
-
 
 def _second(f, x):
     (gradient,) = torch.autograd.grad(perturbed_sum([f(x)]), x, create_graph=True)
     return torch.autograd.grad(gradient.square().sum(), x)[0]
-
-
-DUAL = {
-    "softmax": lambda x: x.softmax(-1),
-    "cross_entropy": lambda x: F.cross_entropy(x, torch.arange(4) % 3),
-    "logsumexp": lambda x: x.logsumexp((0, 1)),
-    "attention": attention,
-    "logaddexp": lambda x: torch.logaddexp(x, x.flip(0)),
-    "logcumsumexp": lambda x: x.logcumsumexp(-1),
-    "safe_softmax": lambda x: torch.ops.aten._safe_softmax(x.log(), -1),
-    "aminmax": lambda x: torch.stack(torch.aminmax(x, dim=0)),
-}
-NEWER = pytest.mark.skipif(torch.__version__ < (2, 13), reason="torch 2.11 has no forward mode of aminmax")
-
-
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[NEWER] * (n == "aminmax")) for n in DUAL])
-def test_reverse_mode_goes_back_through_forward_ad(name):
-    x, v = randn(*X), randn(*X)
-
-    def f(x):
-        return perturbed_sum([DUAL[name](x)])
-
-    with pr.repair_torch():
-        for nesting in ("rf", "fr", "rrf", "rfr", "frr"):
-            by_autograd = nested_by_autograd(f, [v], nesting)(x).detach()
-            torch.testing.assert_close(by_autograd, nested(f, [v], nesting)(x), equal_nan=True)
 
 
 PAIRS = {
@@ -83,17 +50,6 @@ def test_one_argument_is_differentiated_alone_where_others_might_be(function, sh
                 second = [torch.autograd.grad(g.square().sum(), x, retain_graph=True) for g in (alone, both[i])]
                 torch.testing.assert_close(alone, both[i])
                 torch.testing.assert_close(*second)
-
-
-def test_the_cosine_loss_of_pairs_is_that_of_torch_and_right_to_order_3():
-    xs, target = [randn(4, 3), randn(4, 3)], torch.tensor([1, -1, 1, -1])
-    for options in ({"reduction": "none"}, {"margin": 0.2}, {"reduction": "sum"}):
-        f = functools.partial(F.cosine_embedding_loss, target=target, **options)
-        tangents = [randn(4, 3), randn(4, 3)]
-        plain = torch.func.jvp(f, tuple(xs), tuple(tangents))
-        with pr.repair_torch():
-            torch.testing.assert_close(torch.func.jvp(f, tuple(xs), tuple(tangents)), plain)
-            assert len([*right_nestings(lambda *xs, f=f: perturbed_sum([f(*xs)]), xs, tangents)]) == 14
 
 
 def test_operators_that_write_in_place_are_repaired():

@@ -57,8 +57,15 @@ def sized(case, size):
     )
 
 
-# Norms with something around them take seconds more, and their rules are those of the norms.
-WITH_MORE = ("group_norm_silu", "batch_norm_eval", "batch_norm_relu", "batch_norm_relu_eval", "add_layer_norm")
+# These take seconds more, and their rules are those of norms and of log-softmax.
+WITH_MORE = (
+    "softmax",
+    "group_norm_silu",
+    "batch_norm_eval",
+    "batch_norm_relu",
+    "batch_norm_relu_eval",
+    "add_layer_norm",
+)
 
 
 @pytest.mark.parametrize(

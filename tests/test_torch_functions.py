@@ -9,12 +9,12 @@ import torch.nn.functional as F
 from torch.autograd import forward_ad
 
 import primitives as pr
-from primitives._audit.nestings import nested, nestings, perturbed_sum
+from primitives._audit.nestings import nested, nested_by_autograd, nestings, perturbed_sum
 from tests.support import randn, right_nestings
 
 pytestmark = pytest.mark.usefixtures("seeded")
 
-MATRIX, COLUMNS, VECTOR = (3, 3), (3, 2), (3,)
+MATRIX, COLUMNS, VECTOR, ROWS = (3, 3), (3, 2), (3,), (4, 3)
 GRID = (1, 2, 2, 2)
 
 ZEROS = torch.tensor([2.0, 0.0, 3.0, 0.0], dtype=torch.float64)
@@ -23,9 +23,7 @@ MASKED = torch.tensor([-torch.inf, 0.3, -torch.inf, -1.0], dtype=torch.float64)
 
 # A function, and its arguments or their shapes.
 CASES = {
-    "det": (torch.linalg.det, [MATRIX]),
-    "det, method": (lambda a: a.det(), [(2, *MATRIX)]),
-    "det, by name": (lambda a: torch.det(input=a), [MATRIX]),
+    "det": (lambda a: a.det(), [(2, *MATRIX)]),
     "slogdet": (lambda a: torch.slogdet(a)[1], [MATRIX]),
     "logdet": (lambda a: torch.logdet(a @ a.mT), [MATRIX]),
     "solve": (torch.linalg.solve, [MATRIX, COLUMNS]),
@@ -53,26 +51,58 @@ CASES = {
     "logaddexp, masked": (lambda x: torch.logaddexp(x + MASKED, x.sin()), [ZEROS]),
     **{
         f"linear cross entropy, {reduction}": (
-            lambda x, w, r=reduction: F.linear_cross_entropy(x, w, CLASSES, reduction=r, options=CHUNKED()),
+            lambda x, w, r=reduction, o=options: F.linear_cross_entropy(
+                x, w, CLASSES, reduction=r, options=CHUNKED(**o)
+            ),
             [(4, 3), (5, 3)],
         )
-        for reduction in ("mean", "none")
+        # Its backward pass is Python, which frees what it has saved unless it is told to keep it.
+        for reduction, options in (
+            ("mean", {"chunking_method": "aspect_ratio:1", "allow_retain_graph": True}),
+            ("none", {}),
+        )
         if CHUNKED is not None
+    },
+    "layer norm": (lambda x: F.layer_norm(x, (3,), x[0] + 2, x[1], 0.3), [ROWS]),
+    "batch norm": (lambda x: F.batch_norm(x, None, None, x[0] + 2, x[1], True, eps=0.3), [ROWS]),
+    "instance norm": (lambda x: F.instance_norm(x.reshape(1, 3, 4), eps=0.3), [ROWS]),
+    "attention": (lambda q: F.scaled_dot_product_attention(q, q.sin(), q, is_causal=True), [(1, 2, 3, 2)]),
+    "softmax": (lambda x: x.softmax(-1), [ROWS]),
+    "cross entropy": (lambda x: F.cross_entropy(x, torch.arange(4) % 3), [ROWS]),
+    "logsumexp": (lambda x: x.logsumexp((0, 1)), [ROWS]),
+    "logcumsumexp": (lambda x: x.logcumsumexp(-1), [ROWS]),
+    "safe softmax": (lambda x: torch.ops.aten._safe_softmax(x, -1), [ROWS]),
+    **{
+        f"cosine embedding loss, {options}": (
+            lambda x, y, o=options: F.cosine_embedding_loss(x, y, torch.tensor([1, -1, 1, -1]), **o),
+            [ROWS, ROWS],
+        )
+        for options in ({"reduction": "none"}, {"margin": 0.2}, {"reduction": "sum"})
     },
     "grid sample": (lambda x, at: F.grid_sample(x, at.tanh(), align_corners=False), [(1, 1, 4, 4), GRID]),
 }
+if torch.__version__ >= (2, 13):  # the first with its forward mode
+    CASES["aminmax"] = lambda x: torch.stack(torch.aminmax(x, dim=0)), [ROWS]
+# Forward mode of `torch.autograd` has one level.
+BY_AUTOGRAD = ("rr", "rf", "fr", "rrr", "rrf", "rfr", "frr")
 
 
 @pytest.mark.parametrize("function, shapes", CASES.values(), ids=CASES)
 def test_every_nesting_to_order_3_is_right(function, shapes):
     xs = [shape if isinstance(shape, torch.Tensor) else randn(*shape) for shape in shapes]
+    directions = [randn(*x.shape) for x in xs]
 
-    def ours(*xs):
-        with pr.repair_torch():
-            return perturbed_sum([function(*xs)])
+    def f(*xs):
+        return perturbed_sum([function(*xs)])
 
-    torch.testing.assert_close(ours(*xs), perturbed_sum([function(*xs)]))
-    assert len([*right_nestings(ours, xs, [randn(*x.shape) for x in xs])]) == 14
+    plain = f(*xs)
+    with pr.repair_torch():
+        torch.testing.assert_close(f(*xs), plain)
+        found = dict(right_nestings(f, xs, directions))
+        assert len(found) == 14
+        for nesting in BY_AUTOGRAD:
+            by_autograd = nested_by_autograd(f, directions, nesting)(*xs).item()
+            assert by_autograd == pytest.approx(found[nesting], rel=1e-9, abs=1e-9), nesting
 
 
 # Rows of each group, the columns of one operand for each, and columns: a mixture's forward and its derivatives.

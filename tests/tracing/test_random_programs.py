@@ -52,7 +52,7 @@ RANDOM = {
 }
 NUM_PROGRAMS = {"eager": 60, "in_place": 50, "traced": 16, "joint": 13, "joint, random": 13}
 # By day; by night.
-NUM_COMPILED, MANY_COMPILED = {"eager": 4}, {"eager": 300, "aot_eager": 60, "inductor": 15}
+NUM_COMPILED, MANY_COMPILED = {"eager": 2}, {"eager": 300, "aot_eager": 60, "inductor": 15}
 
 
 def programs(kind, number):
