@@ -15,6 +15,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
@@ -81,6 +82,12 @@ def steps() -> dict[str, dict[str, list[Step]]]:
     return found
 
 
+def launchers_of(module: ModuleType) -> dict[str, Callable[..., Any]]:
+    """The public functions of a module of kernels, by name."""
+    own = inspect.getmembers(module, lambda each: inspect.isfunction(each) and each.__module__ == module.__name__)
+    return {name: function for name, function in own if not name.startswith("_")}
+
+
 def operator_of(launcher: str, given: Mapping[str, Any]) -> Primitive:
     """The operator that a launcher of this name serves, with what it is given by name."""
     name = launcher.replace("_train", "").removesuffix("_fwd").removesuffix("_words")
@@ -137,7 +144,7 @@ class Operands:
     def modes(cls) -> dict[str, Callable[..., Any]]:
         """The launchers of the op, in their order, by their names without that of the op."""
         modules = [importlib.import_module(f"primitives.kernels.{name}") for name in cls.MODULES]
-        launchers = {name: getattr(module, name) for module in modules for name in module.__all__}
+        launchers = {name: launcher for module in modules for name, launcher in launchers_of(module).items()}
         return {name.removeprefix(f"{cls.op()}_"): launcher for name, launcher in launchers.items()}
 
     def call(self, mode: str, output_mask: Sequence[bool] | None = None) -> Call:

@@ -17,7 +17,6 @@ def install() -> None:
     """Make the interpreter of this process faster, for good. Call it once."""
     _replace_language()
     _remember_types()
-    _pass_operands_on()
     # It works out whether integers overflow and says so in debug mode alone, in which the interpreter never is.
     TritonSemantic.binary_op_sanitize_overflow_impl = lambda self, lhs, rhs, binary_op: None
     _cut_bfloat16_off()
@@ -65,21 +64,6 @@ def _remember_types() -> None:
         return dtypes[type.name]
 
     tl.core.block_type.__init__, tl.tensor.__init__, interpreter._get_np_dtype = init_type, init_tensor, remembered
-
-
-def _pass_operands_on() -> None:
-    """Constants that are none, types that are the same one, and tensors of one shape need no look at what they are."""
-    unwrap, equal = tl.core._unwrap_if_constexpr, tl.core.dtype.__eq__
-    broadcast = TritonSemantic.broadcast_impl_value
-
-    def broadcast_if_needed(self: Any, lhs: Any, rhs: Any) -> tuple[Any, Any]:
-        is_one = lhs.handle.data.shape == rhs.handle.data.shape and lhs.type.is_block() and rhs.type.is_block()
-        return (lhs, rhs) if is_one else broadcast(self, lhs, rhs)
-
-    TritonSemantic.broadcast_impl_value = broadcast_if_needed
-    plain = {tl.tensor, int, float, bool, str, type(None)}
-    tl.core._unwrap_if_constexpr = lambda value: value if type(value) in plain else unwrap(value)
-    tl.core.dtype.__eq__ = lambda self, other: self is other or equal(self, other)
 
 
 def _cut_bfloat16_off() -> None:

@@ -5,7 +5,6 @@ that operands can be, and `test_records_on_kernels` the samples of the records, 
 """
 
 import importlib
-import inspect
 import pkgutil
 import re
 from types import ModuleType
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 import primitives.kernels
-from perf.calls import EPS, random
+from perf.calls import EPS, launchers_of, random
 from perf.ops.add_layer_norm import AddLayerNorm
 from perf.ops.layer_norm import LayerNorm
 from perf.ops.softmax import Softmax
@@ -104,13 +103,8 @@ def modules() -> list[ModuleType]:
 
 
 def test_every_launcher_is_tuned_and_has_calls():
-    launchers = {
-        name: function
-        for module in modules()
-        if not re.search(r"\._|\.rows\.", module.__name__)
-        for name, function in inspect.getmembers(module, inspect.isfunction)
-        if function.__module__ == module.__name__ and not name.startswith("_")
-    }
+    public = [module for module in modules() if not re.search(r"\._|\.rows\.", module.__name__)]
+    launchers = {name: function for module in public for name, function in launchers_of(module).items()}
     assert launchers.keys() == {call.launcher.__name__ for call in some_calls()}
     assert all(hasattr(function, "__wrapped__") for function in launchers.values())
 

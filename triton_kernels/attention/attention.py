@@ -22,8 +22,6 @@ from ._first_kernels import attention_fwd_kernel, attention_jvp_kernel
 from ._plan import plan_attention
 from ._second_kernels import attention_keys_kernel, attention_rows_kernel
 
-__all__ = ["attention_bwd", "attention_double_backward", "attention_fwd", "attention_jvp"]
-
 MAX_ALIGN = 16
 # Widths whose tiles fit into the shared memory of a processor: 256, of float64 128.
 MAX_WIDTH, MAX_WIDTH_BYTES = 256, 1024

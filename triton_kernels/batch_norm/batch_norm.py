@@ -23,18 +23,6 @@ from ..runtime.numbers import accumulation_dtype
 from ..tuning import tunable
 from ._steps import Operands, Params, Relu, Results, derivatives, forward
 
-__all__ = [
-    "batch_norm_bwd_jvp",
-    "batch_norm_double_backward",
-    "batch_norm_eval_bwd",
-    "batch_norm_eval_fwd",
-    "batch_norm_eval_jvp",
-    "batch_norm_train_bwd",
-    "batch_norm_train_fwd",
-    "batch_norm_train_fwd_jvp",
-    "batch_norm_train_jvp",
-]
-
 
 @tunable
 def batch_norm_train_fwd(

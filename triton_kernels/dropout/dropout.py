@@ -19,8 +19,6 @@ from ..tuning import tunable
 from ._dropout_kernels import dropout_kernel
 from ._plan import plan_dropout
 
-__all__ = ["dropout_fwd"]
-
 # 16 bytes are 16 elements or fewer.
 _MAX_ALIGN = 16
 _WORDS_PER_BLOCK = 4

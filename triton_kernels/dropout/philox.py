@@ -13,8 +13,6 @@ from ..runtime.views import device_guard, per_stream
 from ..tuning import tunable
 from ._plan import plan_philox
 
-__all__ = ["philox_words"]
-
 
 @tunable
 def philox_words(seed: Tensor, offset: Tensor, size: Sequence[int]) -> Tensor:

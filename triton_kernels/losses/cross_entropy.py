@@ -18,14 +18,6 @@ from ..runtime.numbers import accumulation_dtype
 from ..tuning import tunable
 from ._cross_entropy_kernels import cross_entropy_gradient_kernel, cross_entropy_sums_kernel
 
-__all__ = [
-    "cross_entropy_bwd",
-    "cross_entropy_bwd_jvp",
-    "cross_entropy_fwd",
-    "cross_entropy_fwd_jvp",
-    "cross_entropy_jvp",
-]
-
 _ROW_RESULTS = ("loss", "lse", "loss_dot", "lse_dot")
 
 

@@ -102,19 +102,9 @@ def shared_tile(tile: int, block_cols: int, num_cols: int, num_rows: int, chip: 
 
 # Rows whose sums do not fit in registers beside them take two passes over their operands: one kernel holds whole rows
 # for the row outputs, another one reads the operands again and owns columns, so that few accumulators stay in registers
-# over many rows.
-#
-# One pass that adds to a scratch row per program would keep the accumulators in the L2 cache: by calculation, not
-# measured, 8 bytes of cache traffic (a float32 read and written) per element of every row and sum. The second pass
-# costs 2 to 4 bytes per element and operand:
-#
-#     bytes per element of a row      scratch row (L2)    second pass, 2-byte    second pass, 4-byte
-#     double backward                 1 sum:   8          3 operands: 6          12
-#     jvp of the backward             2 sums: 16          4 operands: 8          16
-#     backward of the jvp             3 sums: 24          3 operands: 6          12
-#
-# So it pays for 2-byte operands nowhere, and for 4-byte ones only where a single sum is wanted; there each addition
-# would also wait for the load of what the row before it has stored.
+# over many rows. One pass with a scratch row per program would move 8 bytes through the L2 cache for each element of
+# each sum, up to 24; the second pass costs 6 to 8 bytes of 2-byte operands, 12 to 16 of 4-byte ones (by calculation,
+# not measured), and waits for no store.
 
 
 def _per_thread(is_wide: bool, itemsize: int) -> int:

@@ -16,7 +16,6 @@ from ._add_layer_norm_kernels import BACKWARD, FORWARD, JVP
 from ._launch import Norm, backward, forward, jvp
 
 _PER_COLUMN = ParamLayout.PER_COLUMN
-__all__ = ["add_layer_norm_bwd", "add_layer_norm_fwd", "add_layer_norm_fwd_jvp", "add_layer_norm_jvp"]
 
 
 @tunable

@@ -21,8 +21,6 @@ from ..tuning import tunable
 from ._launch import Norm, backward, forward, jvp
 from ._layer_norm_kernels import BACKWARD, FORWARD, JVP
 
-__all__ = ["layer_norm_bwd", "layer_norm_fwd", "layer_norm_fwd_jvp", "layer_norm_jvp"]
-
 
 @tunable
 def layer_norm_fwd(

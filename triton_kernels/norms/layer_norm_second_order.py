@@ -19,8 +19,6 @@ from ._launch import Norm, Planes
 from ._layer_norm_second_kernels import ROWS, SUMS, layer_norm_second_planes_kernel
 from ._plan import plan_layer_norm_second_rows, plan_layer_norm_second_sums
 
-__all__ = ["layer_norm_bwd_jvp", "layer_norm_double_backward"]
-
 _FULL_SIZE = ("x_dot", "y_bar", "x", "y_bar_dot")
 _PARAMS = ("weight", "weight_dot", "bias_dot")
 _ROW_RESULTS = ("y_bar_bar", "x_bar", "x_dot_bar")

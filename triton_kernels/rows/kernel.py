@@ -122,65 +122,48 @@ def row_op(  # noqa: C901 - its branches are settled when it is compiled
     OTHER: tl.constexpr = 0.0, EPS: tl.constexpr = 0.0, ROUNDED: tl.constexpr = None, GROUP: tl.constexpr = 1,
     NUMBERS: tl.constexpr = None, PICKS: tl.constexpr = None, scale_low=None, scale_high=None,
     ANCHOR_READS: tl.constexpr = 1, noise=None, GROUPS: tl.constexpr = 1, LAYOUT: tl.constexpr = 0,
-    RUN: tl.constexpr = 1,
-    PLANES: tl.constexpr = 1,
+    RUN: tl.constexpr = 1, PLANES: tl.constexpr = 1,
 ):  # fmt: skip
     """Do an op to this program's rows, or to its slice of them.
 
-    Args:
-        x_ptrs: Full-size operands; any of the pointers may be None, as of all others.
-        x_strides: Strides (segment, row, col) of each.
-        p_ptrs: Parameters, `[segments, num_cols]` with adjacent columns.
-        p_strides: Segment stride of each.
-        r_ptrs: Statistics, `[segments * num_rows]`.
-        NUM_R: How many.
-        out_ptrs: Outputs of full size, in the order of `EMIT`.
-        out_strides: Their strides, the same for all.
-        s_ptrs: Outputs `[segments * num_rows]`, one for each of the sums of a row, or of `ROWS`.
-        parts_ptr: Partial results `[blocks, len(INIT), num_splits, BLOCK_ROWS]` of rows that programs share.
-        num_splits: Programs that share a row.
-        num_rows: Rows of a segment.
-        num_cols: Columns of a row.
-        DTYPE: Dtype of the arithmetic.
-        AXES: Adjacent axis of each operand, and behind them of the outputs, two bits each (see `tiles.tile_offsets`).
-        TWO_LEVEL: Whether there is more than one segment.
-        ALIGN: Power of two that divides the strides (see `tile_offsets`).
-        ROW_ALIGN: Power of two that divides `num_rows` if tiles run along the rows, else 1.
-        BLOCK_ROWS: Rows of a program.
-        BLOCK_COLS: Columns of a tile.
-        MODE: How a row is walked (see the module's docstring).
-        SUM_READS: Bits of the operands, and behind them of the parameters, that the sums take.
-        EMIT_READS: Bits of the operands that a sweep reads again to write.
-        STAGES: Of the loop that sums.
-        BLOCK_SPLITS: Power of two, at least `num_splits`.
-        NUM: Places for sums of a row.
-        SUM_MASK: Bits of those that are taken.
-        EMIT: The op's functions, up to `MIX`, are in the module's docstring; None for one that it has not.
-        TERMS: See there.
-        STATS: See there.
-        ANCHOR: See there.
-        FOLD: See there.
-        MERGE: See there.
-        ROWS: See there.
-        MIX: See there.
-        FIRST: First value of the first sum; those of the others are 0.
-        EPS: Handed to `STATS` and `MERGE`.
-        OTHER: Value of the first operand past the end of a row; the others are zero.
-        ROUNDED: Dtype to which the first operand is rounded before anything else, if any.
-        GROUP: If not 1, columns of each lane of a state (see `tiles.grouped`): `FOLD` takes tiles
-            `[BLOCK_ROWS, group, lanes]`, and a mask `[1, 1, lanes]` of whole groups or `[1, group, lanes]`.
-        NUMBERS: If given, the statistics end with these, or `nothing()` for zeros, and the parameters with the numbers
-            of the columns.
-        PICKS: Bits of the operands of which each row's element in one column is read, that of its first statistic;
-            they come behind the statistics.
-        scale_low: If given, the statistics end with a factor, of which these are the bits (see `float64_bits`).
-        scale_high: Likewise.
-        ANCHOR_READS: Bits of the operands that `ANCHOR` takes.
-        noise: The arguments of `begin_stream`.
-        GROUPS: Rows, one after another, with parameters of their own, where columns share them.
-        LAYOUT: Of the parameters, one of `ParamLayout`.
-        RUN: Columns of a run there.
-        PLANES: Rows that share a statistic.
+    Any of the pointers may be None, and so may the op's functions, from `EMIT` to `MIX`, which the module's docstring
+    describes.
+
+    x_ptrs, x_strides          operands of full size, each with its strides (segment, row, col)
+    p_ptrs, p_strides          parameters, `[segments, num_cols]` with adjacent columns, and their segment strides
+    r_ptrs, NUM_R              statistics, `[segments * num_rows]`, and how many
+    out_ptrs, out_strides      outputs of full size, in the order of `EMIT`, all with the same strides
+    s_ptrs                     outputs `[segments * num_rows]`, one for each of the sums of a row, or of `ROWS`
+    parts_ptr                  partial results `[blocks, NUM, num_splits, BLOCK_ROWS]` of rows that programs share
+    num_splits, BLOCK_SPLITS   programs that share a row, and a power of two of at least as many
+    num_rows, num_cols         rows of a segment, columns of a row
+    DTYPE                      dtype of the arithmetic
+    AXES                       adjacent axis of each operand, and behind them of the outputs, two bits each (see
+                               `tiles.tile_offsets`)
+    TWO_LEVEL                  whether there is more than one segment
+    ALIGN, ROW_ALIGN           powers of two that divide the strides (see `tile_offsets`), and `num_rows` if tiles run
+                               along the rows
+    BLOCK_ROWS, BLOCK_COLS     rows of a program, columns of a tile
+    MODE, STAGES               how a row is walked (see the module's docstring), stages of the loop that sums
+    SUM_READS, EMIT_READS,     bits of the operands, and behind them of the parameters, that the sums take, that a sweep
+    ANCHOR_READS               reads again to write, and that `ANCHOR` takes
+    NUM, SUM_MASK              places for sums of a row, and bits of those that are taken
+    FIRST, OTHER               first value of the first sum, and value of the first operand past the end of a row, where
+                               the others have 0
+    EPS                        handed to `STATS` and `MERGE`
+    ROUNDED                    dtype to which the first operand is rounded before anything else, if any
+    GROUP                      if not 1, columns of each lane of a state (see `tiles.grouped`): `FOLD` takes tiles
+                               `[BLOCK_ROWS, group, lanes]`, and a mask `[1, 1, lanes]` of whole groups or `[1, group,
+                               lanes]`
+    NUMBERS                    if given, the statistics end with these, or `nothing()` for zeros, and the parameters
+                               with the numbers of the columns
+    PICKS                      bits of the operands of which each row's element in one column, that of its first
+                               statistic, is read, and comes behind the statistics
+    scale_low, scale_high      if given, the statistics end with a factor, of which these are the bits
+    noise                      the arguments of `begin_stream`
+    GROUPS, LAYOUT, RUN        rows, one after another, with parameters of their own where columns share them; one of
+                               `ParamLayout`, and columns of a run there
+    PLANES                     rows that share a statistic
     """
     ALL: tl.constexpr = 65535
     NUM_X: tl.constexpr = len(x_strides)

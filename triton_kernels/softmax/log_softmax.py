@@ -10,16 +10,6 @@ from ..rows.maps import Part, RowMapKernels
 from . import _log_softmax_kernels
 from ._forward import forward_of
 
-__all__ = [
-    "log_softmax_bwd",
-    "log_softmax_bwd_jvp",
-    "log_softmax_double_backward",
-    "log_softmax_fwd",
-    "log_softmax_fwd_jvp",
-    "log_softmax_jvp",
-]
-
-
 LOG_SOFTMAX = RowMapKernels(
     __name__,
     vars(_log_softmax_kernels),

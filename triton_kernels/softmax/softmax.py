@@ -6,9 +6,6 @@ from ..rows.maps import Part, RowMapKernels
 from . import _softmax_kernels
 from ._forward import forward_of
 
-__all__ = ["softmax_bwd", "softmax_bwd_jvp", "softmax_double_backward", "softmax_fwd", "softmax_fwd_jvp", "softmax_jvp"]
-
-
 SOFTMAX = RowMapKernels(
     __name__,
     vars(_softmax_kernels),
