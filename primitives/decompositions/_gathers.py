@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from primitives._core.decomposition import decomposition_table, register_decomposition, register_decomposition_for_jvp
+from primitives._core.decomposition import decomposition_table, register_decomposition_for_jvp
 from primitives.decompositions._norms import require
 from primitives.decompositions._reductions import scatter_reduce
 from primitives.decompositions._statistics import constant_p, decomposes
@@ -108,31 +108,29 @@ def _reflected(x: Tensor, low: float, high: float) -> Tensor:
     return torch.where(turns % 2 == 0, rest + low, high - rest)
 
 
-@register_decomposition(aten.grid_sampler_3d)
-def grid_sampler_3d(
-    input: Tensor, grid: Tensor, interpolation_mode: int, padding_mode: int, align_corners: bool
-) -> Tensor:
+@decomposes(aten.grid_sampler_3d)
+def grid_sampler_3d(c: Any) -> Tensor:
     """Values of volumes `[N, C, D, H, W]` at the points `[N, *, 3]` of a grid; torch has no jvp of its backward."""
-    fits = input.dim() == grid.dim() == 5 and len(input) == len(grid) and grid.shape[-1] == 3
+    fits = c.input.dim() == c.grid.dim() == 5 and len(c.input) == len(c.grid) and c.grid.shape[-1] == 3
     require(
-        fits and min(input.shape[2:]) > 0 and interpolation_mode in (0, _NEAREST),
-        f"grid_sampler: no points {[*grid.shape]} of volumes {[*input.shape]} by mode {interpolation_mode}.",
+        fits and min(c.input.shape[2:]) > 0 and c.interpolation_mode in (0, _NEAREST),
+        f"grid_sampler: no points {[*c.grid.shape]} of volumes {[*c.input.shape]} by mode {c.interpolation_mode}.",
     )
-    sizes, ways = input.shape[2:], []
-    for size, x in zip(sizes, grid.flatten(1, -2).unbind(-1)[::-1], strict=True):
-        place = (x + 1) / 2 * (size - 1) if align_corners else ((x + 1) * size - 1) / 2
-        if padding_mode == _REFLECTION:
-            place = _reflected(place, 0, size - 1) if align_corners else _reflected(place, -0.5, size - 0.5)
-        if padding_mode != _ZEROS:
+    sizes, ways = c.input.shape[2:], []
+    for size, x in zip(sizes, c.grid.flatten(1, -2).unbind(-1)[::-1], strict=True):
+        place = (x + 1) / 2 * (size - 1) if c.align_corners else ((x + 1) * size - 1) / 2
+        if c.padding_mode == _REFLECTION:
+            place = _reflected(place, 0, size - 1) if c.align_corners else _reflected(place, -0.5, size - 0.5)
+        if c.padding_mode != _ZEROS:
             place = place.clamp(0, size - 1)
-        if interpolation_mode == _NEAREST:
+        if c.interpolation_mode == _NEAREST:
             # Rounding has a derivative, which is zero.
             nearest = place.round()
             ways.append([(nearest, 1 + nearest - nearest.detach())])
         else:
             below = place.floor()
             ways.append([(below, 1 - (place - below)), (below + 1, place - below)])
-    flat = input.flatten(2)
+    flat = c.input.flatten(2)
     total: Any = 0
     for corner in itertools.product(*ways):
         index: Any = 0
@@ -143,13 +141,11 @@ def grid_sampler_3d(
             index = index * size + torch.where(inside, at, 0).to(torch.int64)
         values = flat.gather(2, index.unsqueeze(1).expand(-1, flat.shape[1], -1))
         total = total + values * weight.unsqueeze(1)
-    return total.reshape(*input.shape[:2], *grid.shape[1:-1])
+    return total.reshape(*c.input.shape[:2], *c.grid.shape[1:-1])
 
 
-@register_decomposition(aten.grid_sampler)
-def grid_sampler(
-    input: Tensor, grid: Tensor, interpolation_mode: int, padding_mode: int, align_corners: bool
-) -> Tensor:
+@decomposes(aten.grid_sampler)
+def grid_sampler(c: Any) -> Tensor:
     """Values of images or volumes at the points of a grid."""
-    of = aten.grid_sampler_3d.default if input.dim() == 5 else aten.grid_sampler_2d.default
-    return decomposition_table[of](input, grid, interpolation_mode, padding_mode, align_corners)
+    of = aten.grid_sampler_3d.default if c.input.dim() == 5 else aten.grid_sampler_2d.default
+    return decomposition_table[of](c.input, c.grid, c.interpolation_mode, c.padding_mode, c.align_corners)

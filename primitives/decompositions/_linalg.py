@@ -18,7 +18,7 @@ from torch import Tensor
 from primitives._core import Primitive
 from primitives._core.decomposition import decomposition_table, register_decomposition
 from primitives.decompositions._norms import require
-from primitives.decompositions._statistics import constant_p, of_part
+from primitives.decompositions._statistics import constant_p, decomposes, of_part
 
 aten = torch.ops.aten
 
@@ -85,20 +85,18 @@ def logdet(self: Tensor) -> Tensor:
     return logarithm + sign.log()
 
 
-@register_decomposition(aten._linalg_solve_ex)
-def linalg_solve_factored(
-    A: Tensor, B: Tensor, *, left: bool = True, check_errors: bool = False
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+@decomposes(aten._linalg_solve_ex)
+def linalg_solve_factored(c: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Solution X of `A X = B` (`X A = B` if not `left`), the factors of A, and whether it is singular."""
-    factors, pivots, info = torch.linalg.lu_factor_ex(A)
-    if check_errors:
-        torch._linalg_check_errors(info, "torch.linalg.solve_ex", is_matrix=A.dim() == 2)  # type: ignore[attr-defined]
+    factors, pivots, info = torch.linalg.lu_factor_ex(c.A)
+    if c.check_errors:
+        torch._linalg_check_errors(info, "torch.linalg.solve_ex", is_matrix=c.A.dim() == 2)  # type: ignore[attr-defined]
     # As in torch: of one axis, or of the axes of A but the last one, B is vectors.
-    is_vector = B.dim() == 1 or (A.dim() - 1 == B.dim() and B.shape == A.shape[:-1])
-    columns = B.unsqueeze(-1) if is_vector else B
+    is_vector = c.B.dim() == 1 or (c.A.dim() - 1 == c.B.dim() and c.B.shape == c.A.shape[:-1])
+    columns = c.B.unsqueeze(-1) if is_vector else c.B
     # Not `lu_solve`, whose kernel for the CPU takes wrong factors if they are broadcast, as in a batch of derivatives.
     permutation, lower, upper = torch.lu_unpack(factors, pivots)
-    if left:
+    if c.left:
         half = torch.linalg.solve_triangular(lower, permutation.mT @ columns, upper=False, unitriangular=True)
         solution = torch.linalg.solve_triangular(upper, half, upper=True)
     else:
@@ -108,10 +106,10 @@ def linalg_solve_factored(
     return solution.squeeze(-1) if is_vector else solution, factors, pivots, info
 
 
-@register_decomposition(aten.linalg_solve_ex)
-def linalg_solve_ex(A: Tensor, B: Tensor, *, left: bool = True, check_errors: bool = False) -> tuple[Tensor, Tensor]:
+@decomposes(aten.linalg_solve_ex)
+def linalg_solve_ex(c: Any) -> tuple[Tensor, Tensor]:
     """The solution of `linalg_solve_factored`, and whether the matrix is singular."""
-    found = decomposition_table[aten._linalg_solve_ex.default](A, B, left=left, check_errors=check_errors)
+    found = decomposition_table[aten._linalg_solve_ex.default](c.A, c.B, left=c.left, check_errors=c.check_errors)
     return found[0], found[3]
 
 
@@ -156,16 +154,14 @@ def cholesky_solve(self: Tensor, input2: Tensor, upper: bool = False) -> Tensor:
     return torch.linalg.solve_triangular(factor.mH, half, upper=True)
 
 
-@register_decomposition(aten.triangular_solve)
-def triangular_solve(
-    self: Tensor, A: Tensor, upper: bool = True, transpose: bool = False, unitriangular: bool = False
-) -> tuple[Tensor, Tensor]:
+@decomposes(aten.triangular_solve)
+def triangular_solve(c: Any) -> tuple[Tensor, Tensor]:
     """Solution of a triangular system, and the matrix."""
-    _check_square("triangular_solve", A)
-    require(self.dim() > 1 and self.shape[-2] == A.shape[-1], "triangular_solve: shapes do not fit.")
-    options = {"upper": upper != transpose, "unitriangular": unitriangular}
-    solution = torch.linalg.solve_triangular(A.mT if transpose else A, self, **options)
-    return solution, A.expand(*solution.shape[:-2], *A.shape[-2:]).clone(memory_format=torch.contiguous_format)
+    _check_square("triangular_solve", c.A)
+    require(c.self.dim() > 1 and c.self.shape[-2] == c.A.shape[-1], "triangular_solve: shapes do not fit.")
+    options = {"upper": c.upper != c.transpose, "unitriangular": c.unitriangular}
+    solution = torch.linalg.solve_triangular(c.A.mT if c.transpose else c.A, c.self, **options)
+    return solution, c.A.expand(*solution.shape[:-2], *c.A.shape[-2:]).clone(memory_format=torch.contiguous_format)
 
 
 def _reflected(x: Tensor, vectors: Tensor, tau: Tensor, order: Iterable[int]) -> Tensor:

@@ -157,18 +157,16 @@ def log_softmax(self: Tensor, dim: int, half_to_float: bool) -> Tensor:
     return (wide - logsumexp(wide, dim, True)).to(wide.dtype if half_to_float else self.dtype)
 
 
-@register_decomposition(aten.cosine_embedding_loss)
-def cosine_embedding_loss(
-    input1: Tensor, input2: Tensor, target: Tensor, margin: float = 0.0, reduction: int = REDUCTION_MEAN
-) -> Tensor:
+@decomposes(aten.cosine_embedding_loss)
+def cosine_embedding_loss(c: Any) -> Tensor:
     """1 - cosine for pairs of target 1, cosine above the margin for those of -1; torch's writes in place."""
     # Torch's own checks.
-    torch.cosine_embedding_loss(input1.detach(), input2.detach(), target, margin, reduction)
-    products = (input1 * input2, input1.square(), input2.square())
-    dot, one, two = (product.sum(target.dim()) for product in products)
+    torch.cosine_embedding_loss(c.input1.detach(), c.input2.detach(), c.target, c.margin, c.reduction)
+    products = (c.input1 * c.input2, c.input1.square(), c.input2.square())
+    dot, one, two = (product.sum(c.target.dim()) for product in products)
     cosine = dot / ((one + 1e-12) * (two + 1e-12)).sqrt()
-    far = torch.where(target == -1, (cosine - margin).clamp(min=0), 0.0)
-    return _reduced(torch.where(target == 1, 1 - cosine, far), reduction)
+    far = torch.where(c.target == -1, (cosine - c.margin).clamp(min=0), 0.0)
+    return _reduced(torch.where(c.target == 1, 1 - cosine, far), c.reduction)
 
 
 @register_decomposition(aten._log_softmax_backward_data)

@@ -115,20 +115,18 @@ def check_group_norm(caller: str, x: Tensor, num_groups: int, weight: Tensor | N
     _check_dtypes(caller, x, weight, bias)
 
 
-@register_decomposition(aten.native_layer_norm)
-def native_layer_norm(
-    input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
+@decomposes(aten.native_layer_norm)
+def native_layer_norm(c: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Layer norm over the last axes: y, and mean and rstd with those axes kept as 1."""
-    check_layer_norm("layer_norm", input, normalized_shape, weight, bias)
-    x = accumulated(input)
-    mean, variance = moments(x, list(range(-len(normalized_shape), 0)))
+    check_layer_norm("layer_norm", c.input, c.normalized_shape, c.weight, c.bias)
+    x = accumulated(c.input)
+    mean, variance = moments(x, list(range(-len(c.normalized_shape), 0)))
     if x.numel() == 0:
         # ATen has a mean of 0 for a row without elements, and NaN for its rstd.
         mean = torch.zeros_like(mean)
-    rstd = (variance + eps).rsqrt()
-    y, dtype = scaled((x - mean) * rstd, weight, bias), saved_dtype(input, weight, bias)
-    return y.to(input.dtype), mean.to(dtype), rstd.to(dtype)
+    rstd = (variance + c.eps).rsqrt()
+    y, dtype = scaled((x - mean) * rstd, c.weight, c.bias), saved_dtype(c.input, c.weight, c.bias)
+    return y.to(c.input.dtype), mean.to(dtype), rstd.to(dtype)
 
 
 @decomposes(aten.layer_norm)
@@ -137,20 +135,18 @@ def layer_norm(c: Any) -> Tensor:
     return decomposition_table[aten.native_layer_norm.default](c.input, c.normalized_shape, c.weight, c.bias, c.eps)[0]
 
 
-@register_decomposition(aten.native_group_norm)
-def native_group_norm(
-    input: Tensor, weight: Tensor | None, bias: Tensor | None, N: int, C: int, HxW: int, group: int, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
+@decomposes(aten.native_group_norm)
+def native_group_norm(c: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Group norm of `[N, C, *]`: y, and mean and rstd of shape `[N, group]`."""
-    check_group_norm("group_norm", input, group, weight, bias)
-    x, shape = accumulated(input), channel_shape(input)
-    mean, variance = moments(x.reshape(N, group, C // group * HxW), [2])
-    rstd = (variance + eps).rsqrt()
+    check_group_norm("group_norm", c.input, c.group, c.weight, c.bias)
+    x, shape = accumulated(c.input), channel_shape(c.input)
+    mean, variance = moments(x.reshape(c.N, c.group, c.C // c.group * c.HxW), [2])
+    rstd = (variance + c.eps).rsqrt()
     # The statistics are spread, and not x gathered in groups: y keeps the memory format of x.
-    per_channel = [v.expand(N, group, C // group).reshape([N, *shape[1:]]) for v in (mean, rstd)]
-    y = scaled((x - per_channel[0]) * per_channel[1], weight, bias, shape)
-    dtype = saved_dtype(input, weight, bias)
-    return y.to(input.dtype), mean[..., 0].to(dtype), rstd[..., 0].to(dtype)
+    per_channel = [v.expand(c.N, c.group, c.C // c.group).reshape([c.N, *shape[1:]]) for v in (mean, rstd)]
+    y = scaled((x - per_channel[0]) * per_channel[1], c.weight, c.bias, shape)
+    dtype = saved_dtype(c.input, c.weight, c.bias)
+    return y.to(c.input.dtype), mean[..., 0].to(dtype), rstd[..., 0].to(dtype)
 
 
 @decomposes(aten.group_norm)

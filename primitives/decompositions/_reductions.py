@@ -19,7 +19,7 @@ from torch._prims_common import get_computation_dtype
 
 from primitives._core.decomposition import register_decomposition
 from primitives.decompositions._norms import require
-from primitives.decompositions._statistics import accumulated, constant_p
+from primitives.decompositions._statistics import accumulated, constant_p, decomposes
 
 aten = torch.ops.aten
 
@@ -138,34 +138,31 @@ def _scattered_products(self: Tensor, dim: int, index: Tensor, src: Tensor, incl
     return numbers[last].reshape(shape)
 
 
-@register_decomposition(aten.scatter_reduce.two)
-def scatter_reduce(
-    self: Tensor, dim: int, index: Tensor, src: Tensor, reduce: str, *, include_self: bool = True
-) -> Tensor:
+@decomposes(aten.scatter_reduce.two)
+def scatter_reduce(c: Any) -> Tensor:
     """Numbers reduced at the places that an index names; of products torch has no right derivative."""
-    if reduce != "prod":
-        return torch.scatter_reduce(self, dim, index, src, reduce, include_self=include_self)
+    if c.reduce != "prod":
+        return torch.scatter_reduce(c.self, c.dim, c.index, c.src, c.reduce, include_self=c.include_self)
     # Torch's own checks, of what they need.
-    torch.scatter_reduce(self.detach(), dim, index, src.detach(), "prod")
-    return _scattered_products(self, dim, index, src, include_self)
+    torch.scatter_reduce(c.self.detach(), c.dim, c.index, c.src.detach(), "prod")
+    return _scattered_products(c.self, c.dim, c.index, c.src, c.include_self)
 
 
-@register_decomposition(aten.index_reduce)
-def index_reduce(
-    self: Tensor, dim: int, index: Tensor, source: Tensor, reduce: str, *, include_self: bool = True
-) -> Tensor:
+@decomposes(aten.index_reduce)
+def index_reduce(c: Any) -> Tensor:
     """Slices reduced at the places that an index names, as numbers are by `scatter_reduce`."""
-    require(reduce in ("prod", "mean", "amax", "amin"), f"index_reduce: reduce must be known, got {reduce!r}.")
-    require(self.dtype == source.dtype, f"index_reduce: dtypes {self.dtype} and {source.dtype} differ.")
-    require(index.dim() < 2, f"index_reduce: index must have one axis, got {[*index.shape]}.")
-    length = source.shape[dim] if source.dim() else 1
-    require(index.numel() == length, f"index_reduce: {index.numel()} places for {length} slices.")
-    axis = range(max(source.dim(), 1))[dim]
-    rest = [[*x.shape[:axis], *x.shape[axis + 1 :]] for x in (self, source)]
+    require(c.reduce in ("prod", "mean", "amax", "amin"), f"index_reduce: reduce must be known, got {c.reduce!r}.")
+    require(c.self.dtype == c.source.dtype, f"index_reduce: dtypes {c.self.dtype} and {c.source.dtype} differ.")
+    require(c.index.dim() < 2, f"index_reduce: index must have one axis, got {[*c.index.shape]}.")
+    length = c.source.shape[c.dim] if c.source.dim() else 1
+    require(c.index.numel() == length, f"index_reduce: {c.index.numel()} places for {length} slices.")
+    axis = range(max(c.source.dim(), 1))[c.dim]
+    rest = [[*x.shape[:axis], *x.shape[axis + 1 :]] for x in (c.self, c.source)]
     require(rest[0] == rest[1], f"index_reduce: slices of shape {rest[0]} and {rest[1]}.")
-    if source.dim():
-        index = index.reshape([-1 if n == axis else 1 for n in range(source.dim())]).expand_as(source)
-    return scatter_reduce(self, dim, index, source, reduce, include_self=include_self)
+    index = c.index
+    if c.source.dim():
+        index = index.reshape([-1 if n == axis else 1 for n in range(c.source.dim())]).expand_as(c.source)
+    return scatter_reduce(c.self, c.dim, index, c.source, c.reduce, include_self=c.include_self)
 
 
 _composed_norm = _decomp.decomposition_table[aten.linalg_vector_norm.default]
