@@ -14,7 +14,7 @@ import torch
 
 from primitives._core.backend import current_backend, require_interpreter, use_backend
 from primitives._core.errors import BackendError, check_arguments
-from primitives.testing import _derivatives, _reproducer, _transforms, _values
+from primitives.testing import _derivatives, _transforms, _values
 from primitives.testing._compare import (
     FAILED,
     NOT_APPLICABLE,
@@ -26,7 +26,7 @@ from primitives.testing._compare import (
     Row,
     RuleError,
 )
-from primitives.testing._subject import Subject
+from primitives.testing._subject import Subject, program
 
 Property = Callable[[Subject, Record], None]
 Devices = str | torch.device | Sequence[str | torch.device] | None
@@ -232,4 +232,4 @@ class _Check:
         usual = {"order": 2, "tolerances": {}, "namespace": ""}
         given = {"order": self.order, "tolerances": dict(self.tolerances), "namespace": subject.namespace}
         options = {option: value for option, value in given.items() if value != usual[option]}
-        return Row(name, FAILED, *numbers, note, raised, _reproducer.program(subject, name, backend, options))
+        return Row(name, FAILED, *numbers, note, raised, program(subject, name, backend, options))

@@ -30,8 +30,9 @@ from primitives.ops.norms.aten import (
     is_well_conditioned,
 )
 from primitives.ops.norms.channels import AXES, ChannelOptions, channels, contiguous_like, update_running
+from primitives.ops.norms.formulas import Norm
 from primitives.ops.norms.norm_map import norm_map
-from primitives.ops.rules import accumulation_dtype, bind_family, bind_kernels, empty_output, schema_of
+from primitives.ops.rules import accumulation_dtype, bind_family, bind_kernels, define, empty_output, schema_of
 
 batch_norm_p = Primitive(
     "batch_norm",
@@ -45,18 +46,15 @@ batch_norm_p = Primitive(
 )
 
 
-@batch_norm_p.def_reference
-def _batch_norm_reference(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor | None, running_var: Tensor | None,
-    *args: Any,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    momentum, options = args[0], ChannelOptions(*args[1:])
-    norm, batch_ndim = channels(x, options), options.batch_ndim
+def _value(norm: Norm, c: Any) -> tuple[Tensor, ...]:
     mean, variance, rstd = (norm.statistic(v) for v in (norm.mean, norm.variance, norm.rstd))
-    count = x.shape[batch_ndim] * x.shape[batch_ndim + 2 :].numel()
-    new_mean = update_running(running_mean, mean, momentum, x)
-    new_var = update_running(running_var, variance * (count / max(count - 1, 1)), momentum, x)
-    return norm.value(weight, bias), mean, rstd, new_mean, new_var
+    count = c.x.shape[c.batch_ndim] * c.x.shape[c.batch_ndim + 2 :].numel()
+    new_mean = update_running(c.running_mean, mean, c.momentum, c.x)
+    new_var = update_running(c.running_var, variance * (count / max(count - 1, 1)), c.momentum, c.x)
+    return norm.value(c.weight, c.bias), mean, rstd, new_mean, new_var
+
+
+define(batch_norm_p, _value, lambda c: channels(c.x, ChannelOptions(c.eps, c.batch_ndim)))
 
 
 # ATen's statistics of rows have one running sum a channel, whose error reaches the output times the offset. For numbers

@@ -37,6 +37,7 @@ from primitives.ops.rules import (
     bind_family,
     bind_kernels,
     cast_to_float32,
+    define,
     schema_of,
     weight_beside,
     with_layout,
@@ -76,13 +77,11 @@ def rows(x: Tensor, options: NormOptions, statistics: tuple[Tensor, Tensor] | No
     return RowsByAten(x, norm_axes, param_axes, layout, centered=options.centered, statistics=(mean, rstd))
 
 
-@layer_norm_p.def_reference
-def _layer_norm_reference(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, *args: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    options = NormOptions(*args)
-    norm = rows(x, options)
-    return norm.value(weight, bias, rounded=options.rounded), norm.statistic(norm.mean), norm.statistic(norm.rstd)
+def _value(norm: Norm, c: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return norm.value(c.weight, c.bias, rounded=c.rounded), norm.statistic(norm.mean), norm.statistic(norm.rstd)
+
+
+define(layer_norm_p, _value, lambda c: rows(c.x, NormOptions(*options_of(c))))
 
 
 @layer_norm_p.def_kernel("cpu")
