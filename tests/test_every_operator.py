@@ -21,9 +21,11 @@ OPERATORS = {
     for primitive in (*case.first_order, *case.second_order)
 }
 # A second each. By day `test_records` holds their values, and `test_vmap` their batches; here each record has one
-# operator, and another one than the record before it.
+# operator, and another one than the record before it. Those with more around a norm have its rules.
 NIGHTLY = {*OPERATORS} - {
-    f"{name}: {case.first_order[i % len(case.first_order)].name}" for i, (name, case) in enumerate(RECORDS.items())
+    f"{name}: {case.first_order[i % len(case.first_order)].name}"
+    for i, (name, case) in enumerate(RECORDS.items())
+    if name not in ("batch_norm_relu", "batch_norm_relu_eval", "add_layer_norm")
 }
 
 

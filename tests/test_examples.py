@@ -32,7 +32,7 @@ CLAIMS = {
 }
 
 # Half a minute together, of what the others have too.
-LONG = ("hessian_spectrum", "pinn")
+LONG = ("critic", "hessian_spectrum", "pinn")
 # Two run by night, below, and one needs transformers: tests/models/test_fine_tune_example.py.
 OTHERS = ("meanflow", "swiglu", "fine_tune")
 

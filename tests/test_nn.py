@@ -1,4 +1,4 @@
-"""Modules against those of torch.nn: steps, state, construction."""
+"""Modules beside those of torch.nn: construction, trees, state; tests/test_torch_suites.py has their steps."""
 
 import copy
 
@@ -9,53 +9,13 @@ from torch.testing import assert_close
 import primitives as pr
 from tests.custom_ops import NAMESPACE, Affine
 from tests.support import TORCH_ERRORS, data, torchs_module
-
-# Not among torch's samples of modules, or of arguments of another kind.
-NOT_MADE = ("Dropout", "SyncBatchNorm")
-MODULES = [name for name in pr.nn.__all__ if hasattr(torch.nn, name) and name not in NOT_MADE]
-BATCH_NORMS = {"BatchNorm1d": (6, 3), "BatchNorm2d": (4, 3, 2, 5), "BatchNorm3d": (2, 3, 2, 3, 2)}
-# Beyond the samples of tests/test_torch_suites.py, which take no second step.
-CASES = [
-    *[("BatchNorm2d", (3,), options) for options in (
-        {}, {"momentum": None}, {"momentum": 0.0}, {"affine": False}, {"track_running_stats": False, "momentum": None},
-    )],
-    ("BatchNorm1d", (3,), {"momentum": 0.3, "eps": 1e-2}),
-    ("BatchNorm3d", (3,), {"momentum": None}),
-]  # fmt: skip
+from tests.test_torch_suites import MODULES
 
 
-def pair(name, args=(3,), options=None):
-    """One module of each kind with the same random parameters and buffers."""
-    ours, theirs = (getattr(space, name)(*args, **options or {}).double() for space in (pr.nn, torch.nn))
-    with torch.no_grad():
-        for i, value in enumerate(theirs.state_dict().values()):
-            if value.is_floating_point():
-                value.copy_(data(*value.shape, seed=i).abs() + 0.5)
-    ours.load_state_dict(theirs.state_dict())
-    return ours, theirs
-
-
-def assert_same_step(ours, theirs, x):
-    """Results, gradients and state of one step are the same."""
-    inputs = [x.clone().requires_grad_() for _ in range(2)]
-    results = [module(value) for module, value in zip((ours, theirs), inputs, strict=True)]
-    assert_close(*results)
-    for result in results:
-        result.sin().sum().backward()
-    assert_close(inputs[0].grad, inputs[1].grad)
-    assert_close([p.grad for p in ours.parameters()], [p.grad for p in theirs.parameters()])
-    assert list(ours.state_dict()) == list(theirs.state_dict())
-    assert_close(ours.state_dict(), theirs.state_dict())
-
-
-@pytest.mark.parametrize("name, args, options", CASES, ids=str)
-def test_steps_are_those_of_torch(name, args, options):
-    ours, theirs = pair(name, args, options)
-    for step, training in enumerate([True, True, False, True, False]):
-        ours.train(training), theirs.train(training)
-        assert_same_step(ours, theirs, data(*BATCH_NORMS.get(name, (4, 3, 2, 5)), seed=step))
-    fresh = getattr(torch.nn, name)(*args, **options).double()
-    assert str(fresh.load_state_dict(ours.state_dict())) == "<All keys matched successfully>"
+def test_a_momentum_of_zero_leaves_the_statistics():
+    norm = pr.nn.BatchNorm1d(3, momentum=0.0)
+    norm(data(6, 3).float())
+    assert (norm.running_mean.tolist(), norm.running_var.tolist()) == ([0.0] * 3, [1.0] * 3)
 
 
 @pytest.mark.parametrize("name", MODULES)

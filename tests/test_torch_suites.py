@@ -152,17 +152,20 @@ def step(module, args, kwargs, *, order=1):
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("name", MODULES)
+@sdpa_kernel(SDPBackend.MATH)
 def test_module_samples(name, dtype, training):
+    """A step; where there is state, behind two steps of training."""
     info, order = torchs_module(name), 1 + (dtype is torch.float64)
     # The mean over labels that are ignored, all of them.
     options = {"equal_nan": info.module_cls is torch.nn.CrossEntropyLoss}
     for ours, theirs, (x, *args), kwargs in modules(name, dtype, training):
         for layout in LAYOUTS if info.module_memformat_affects_out else LAYOUTS[:1]:
             if layout is torch.contiguous_format or x.dim() == {torch.channels_last: 4}.get(layout, 5):
-                given = [x.detach().to(memory_format=layout), *args]
-                mine = step(copy.deepcopy(ours), given, kwargs, order=order)
-                with sdpa_kernel(SDPBackend.MATH):
-                    assert_close(mine, step(copy.deepcopy(theirs), given, kwargs, order=order), **options)
+                pair = copy.deepcopy((ours, theirs))
+                for number, mode in enumerate([True, True, training] if [*ours.buffers()] else [training], 1):
+                    given = [(number * x.detach()).to(memory_format=layout), *args]
+                    steps = [step(module.train(mode), given, kwargs, order=order) for module in pair]
+                    assert_close(*steps, **options)
 
 
 @pytest.mark.parametrize("name", MODULES)
