@@ -11,7 +11,7 @@ from torch._ops import OpOverload
 
 from primitives._core.decomposition import decomposition_table
 from primitives._core.write_back import write_back
-from primitives.decompositions._norms import check_batch_norm, native_batch_norm_backward
+from primitives.decompositions._norms import BatchNorm, check_batch_norm, native_batch_norm_backward
 from primitives.decompositions._statistics import (
     accumulated,
     channel_shape,
@@ -41,37 +41,30 @@ class _Normalized(NamedTuple):
         return self.y, self.mean, self.rstd
 
 
-def _normalize(
-    caller: str,
-    input: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    training: bool,
-    momentum: float,
-    eps: float,
-) -> _Normalized:
-    check_batch_norm(caller, input, weight, bias, running_mean, running_var, training)
-    if training and input.numel() == 0:
-        raise RuntimeError(f"{caller}: input must have at least one element in training, got {list(input.shape)}.")
-    x, shape = accumulated(input), channel_shape(input)
-    new_mean, new_var = running_mean, running_var
-    if training or running_mean is None or running_var is None:
-        mean, variance = moments(x, [0, *range(2, input.dim())])
-        if running_mean is not None and running_var is not None:
+def _normalize(caller: str, *args: Any) -> _Normalized:
+    """By the arguments of `BatchNorm`."""
+    c: Any = BatchNorm(*args)
+    check_batch_norm(caller, c)
+    if c.training and c.input.numel() == 0:
+        raise RuntimeError(f"{caller}: input must have at least one element in training, got {list(c.input.shape)}.")
+    x, shape = accumulated(c.input), channel_shape(c.input)
+    running: tuple[Any, Any] = c.running_mean, c.running_var
+    (new_mean, new_var), has_running = running, all(v is not None for v in running)
+    if c.training or not has_running:
+        mean, variance = moments(x, [0, *range(2, x.dim())])
+        if has_running:
             count = x.numel() // x.shape[1]
             # A single value has no unbiased variance: 0 / 0, as in torch.
             unbiased = variance.flatten() * count / (count - 1)
-            new_mean = (momentum * mean.flatten() + (1 - momentum) * running_mean).to(running_mean.dtype)
-            new_var = (momentum * unbiased + (1 - momentum) * running_var).to(running_var.dtype)
+            new_mean = (c.momentum * mean.flatten() + (1 - c.momentum) * new_mean).to(new_mean.dtype)
+            new_var = (c.momentum * unbiased + (1 - c.momentum) * new_var).to(new_var.dtype)
     else:
-        mean, variance = (accumulated(v).reshape(shape) for v in (running_mean, running_var))
-    rstd = (variance + eps).rsqrt()
-    y = scaled((x - mean) * rstd, weight, bias, shape)
-    dtype = saved_dtype(input, weight, bias, running_mean, running_var)
-    saved = [v.flatten().to(dtype) if training else x.new_zeros(0, dtype=dtype) for v in (mean, rstd)]
-    return _Normalized(y.to(input.dtype), saved[0], saved[1], new_mean, new_var)
+        mean, variance = (accumulated(v).reshape(shape) for v in (new_mean, new_var))
+    rstd = (variance + c.eps).rsqrt()
+    y = scaled((x - mean) * rstd, c.weight, c.bias, shape)
+    dtype = saved_dtype(c.input, c.weight, c.bias, c.running_mean, c.running_var)
+    saved = [v.flatten().to(dtype) if c.training else x.new_zeros(0, dtype=dtype) for v in (mean, rstd)]
+    return _Normalized(y.to(c.input.dtype), saved[0], saved[1], new_mean, new_var)
 
 
 # Each function from here on takes the arguments of its operator by position.
@@ -114,7 +107,7 @@ def _instance_norm(
     running = running_mean, running_var
     if not use_input_stats and (running_mean is None or running_var is None):
         raise RuntimeError("instance_norm: running_mean and running_var must be given where use_input_stats is false.")
-    check_batch_norm("instance_norm", x, weight, bias, *running, use_input_stats)
+    check_batch_norm("instance_norm", BatchNorm(x, weight, bias, *running, use_input_stats))
     samples, channels = x.shape[:2]
     flat = x.reshape(1, samples * channels, *x.shape[2:])
     repeated = [None if p is None else p.repeat(samples) for p in (weight, bias, *running)]

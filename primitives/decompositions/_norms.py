@@ -8,6 +8,7 @@ reversed twice it is silently wrong.
 
 from __future__ import annotations
 
+from collections import namedtuple
 from collections.abc import Sequence
 from typing import Any
 
@@ -75,31 +76,29 @@ def check_layer_norm(
     _check_dtypes(caller, x, weight, bias)
 
 
-def check_batch_norm(
-    caller: str,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    training: bool,
-) -> None:
+# The arguments of ATen's batch norms.
+BatchNorm = namedtuple(
+    "BatchNorm", "input weight bias running_mean running_var training momentum eps", defaults=(0.0, 0.0)
+)
+
+
+def check_batch_norm(caller: str, c: Any) -> None:
     """Raise what torch raises for these arguments of a batch norm."""
-    running = {"running_mean": running_mean, "running_var": running_var}
+    x, running = c.input, {"running_mean": c.running_mean, "running_var": c.running_var}
     for name, statistic in running.items():
-        if statistic is None and not training:
+        if statistic is None and not c.training:
             raise _MissingStatisticsError(f"{caller}: {name} must be given in evaluation mode.")
     channels = [x.shape[1] if x.dim() > 1 else 0]
     # torch counts the elements of weight and bias, whatever their shape.
-    affine = {"weight": weight, "bias": bias}
+    affine = {"weight": c.weight, "bias": c.bias}
     flat = {name: None if value is None else value.flatten() for name, value in affine.items()}
     _check_shapes(caller, channels, "axis 1 of input", {**running, **flat})
-    if (running_mean is None) != (running_var is None):
+    if (c.running_mean is None) != (c.running_var is None):
         raise ValueError(f"{caller}: running_mean and running_var must be given together or not at all.")
     if x.dim() < 2:
         raise IndexError(f"{caller}: input must have at least 2 axes, [N, C, *], got shape {list(x.shape)}.")
-    _check_dtypes(caller, x, weight, bias, running_mean, running_var)
-    for name, statistic in running.items() if training and torch.is_grad_enabled() else ():
+    _check_dtypes(caller, *c[:5])
+    for name, statistic in running.items() if c.training and torch.is_grad_enabled() else ():
         if statistic is not None and statistic.requires_grad:
             raise RuntimeError(f"{caller}: {name} must not require grad in training: there it is state, not an input.")
 
