@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..runtime.arithmetic import MIN_MATMUL, cdiv, next_power_of_2
+from ..runtime.arithmetic import MAX_ALIGN, MIN_MATMUL, cdiv, next_power_of_2
 from ..runtime.numbers import TL_DTYPES, accumulation_dtype
 from ..runtime.views import collapse, device_guard, split_scratch
 from ..tuning import tunable
@@ -22,7 +22,6 @@ from ._first_kernels import attention_fwd_kernel, attention_jvp_kernel
 from ._plan import plan_attention
 from ._second_kernels import attention_keys_kernel, attention_rows_kernel
 
-MAX_ALIGN = 16
 # Widths whose tiles fit into the shared memory of a processor: 256, of float64 128.
 MAX_WIDTH, MAX_WIDTH_BYTES = 256, 1024
 

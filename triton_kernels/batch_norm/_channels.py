@@ -16,16 +16,13 @@ import triton.language as tl
 from torch import Tensor
 from torch._prims_common import suggest_memory_format
 
+from ..runtime.arithmetic import MAX_ALIGN
 from ..runtime.numbers import cast
 from ..runtime.views import collapse, param_view
 
 # Below this many adjacent positions a program per channel would fetch mostly bytes of other channels; tiles then span
 # several channels, and the unused part of a cache line serves the neighbors in the same tile.
 MIN_SPATIAL_RUN = 16
-
-# Triton knows whether an integer argument is a multiple of 16 and nothing finer; 16 is also the longest vector load
-# in elements that any dtype needs.
-MAX_ALIGN = 16
 
 Strides = tuple[int, int, int, int]
 

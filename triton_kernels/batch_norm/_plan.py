@@ -124,11 +124,7 @@ def _plan_channels(
     # A small tile has no whole access for each thread, and threads that had one together would move sums.
     run = min(run, max(rows // threads, 1)) if spatial_inner else 1
     return ChannelPlan(
-        block_samples,
-        block_spatial,
-        block_channels,
-        num_tiles,
-        num_blocks,
+        *(block_samples, block_spatial, block_channels, num_tiles, num_blocks),
         _num_splits(num_tiles, num_blocks, most_splits, min(slots, enough)),
         most_splits,
         slots,

@@ -12,16 +12,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..runtime.arithmetic import cdiv
+from ..runtime.arithmetic import MAX_ALIGN, PHILOX_WORDS, cdiv
 from ..runtime.numbers import TL_DTYPES, accumulation_dtype, noise_numbers
 from ..runtime.views import device_guard, per_stream
 from ..tuning import tunable
 from ._dropout_kernels import dropout_kernel
 from ._plan import plan_dropout
 
-# 16 bytes are 16 elements or fewer.
-_MAX_ALIGN = 16
-_WORDS_PER_BLOCK = 4
 _NUM_AXES = 4
 
 
@@ -60,7 +57,7 @@ def _merged_axes(x: Tensor, y: Tensor, batch_ndim: int) -> tuple[list[_Axis], in
 
 def _adjacent_axis(rows: _Axis, cols: _Axis, strides: Sequence[int]) -> int:
     """Which axis has stride 1: 1 for columns, 2 for rows, or 0."""
-    row_stride, col_stride = strides
+    row_stride, col_stride = strides[2:]
     if col_stride == 1 and cols.size > 1:
         return 1
     return 2 if row_stride == 1 and rows.size > 1 else 0
@@ -82,38 +79,29 @@ def dropout_fwd(x: Tensor, seed: Tensor, offset: Tensor | None, p: float, batch_
         return y.copy_(dropout_fwd(x.contiguous(), seed, offset, p, batch_ndim))
     (seeds, seed_stride), (offsets, offset_stride) = per_stream(seed), per_stream(offset)
     outer, inner, rows, cols = axes
-    x_adjacent = _adjacent_axis(rows, cols, (rows.x_stride, cols.x_stride))
-    y_adjacent = _adjacent_axis(rows, cols, (rows.y_stride, cols.y_stride))
-    adjacent = {x_adjacent, y_adjacent}
-    align = _MAX_ALIGN
-    for kind, strides in ((x_adjacent, [a.x_stride for a in axes]), (y_adjacent, [a.y_stride for a in axes])):
-        if kind:
-            align = math.gcd(align, *strides[:2], strides[2 if kind == 1 else 3])
+    x_strides, y_strides = [axis.x_stride for axis in axes], [axis.y_stride for axis in axes]
+    adjacent = [_adjacent_axis(rows, cols, strides) for strides in (x_strides, y_strides)]
+    others = [
+        stride
+        for strides, axis in zip((x_strides, y_strides), adjacent, strict=True)
+        if axis
+        for stride in (*strides[:2], strides[1 + axis])
+    ]
     plan = plan_dropout(rows.size, cols.size, 1 not in adjacent and 2 in adjacent, x.element_size(), x.device)
     num_tiles = cdiv(rows.size, plan.block_rows) * cdiv(cols.size, plan.block_cols)
     with device_guard(x):
         dropout_kernel[(outer.size * inner.size * num_tiles,)](
-            x,
-            y,
-            seeds,
-            offsets,
-            inner.size,
-            rows.size,
-            cols.size,
-            *(axis.x_stride for axis in axes),
-            *(axis.y_stride for axis in axes),
-            seed_stride,
-            offset_stride,
-            *noise_numbers(p),
+            *(x, y, seeds, offsets, inner.size, rows.size, cols.size),
+            *(*x_strides, *y_strides, seed_stride, offset_stride, *noise_numbers(p)),
             DTYPE=TL_DTYPES[accumulation_dtype(x.dtype)],
             SAMPLE_AXES=sample_axes,
             # A sample of a single row begins at its first word.
-            GROUPED=cols.size % _WORDS_PER_BLOCK == 0 or sample_axes == 1 or x.numel() == cols.size,
-            X_ADJACENT=x_adjacent,
-            Y_ADJACENT=y_adjacent,
-            ALIGN=align,
-            ROW_ALIGN=math.gcd(_MAX_ALIGN, rows.size) if 2 in adjacent else 1,
-            COL_ALIGN=math.gcd(_MAX_ALIGN, cols.size) if 1 in adjacent else 1,
+            GROUPED=cols.size % PHILOX_WORDS == 0 or sample_axes == 1 or x.numel() == cols.size,
+            X_ADJACENT=adjacent[0],
+            Y_ADJACENT=adjacent[1],
+            ALIGN=math.gcd(MAX_ALIGN, *others),
+            ROW_ALIGN=math.gcd(MAX_ALIGN, rows.size) if 2 in adjacent else 1,
+            COL_ALIGN=math.gcd(MAX_ALIGN, cols.size) if 1 in adjacent else 1,
             BLOCK_ROWS=plan.block_rows,
             BLOCK_COLS=plan.block_cols,
             num_warps=plan.num_warps,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ..runtime.arithmetic import cdiv
+from ..runtime.arithmetic import MAX_ALIGN, cdiv
 from ..runtime.philox_steps import philox_kernel
 from ..runtime.views import device_guard, per_stream
 from ..tuning import tunable
@@ -34,15 +34,6 @@ def philox_words(seed: Tensor, offset: Tensor, size: Sequence[int]) -> Tensor:
     plan = plan_philox(num_words, words.device)
     grid = (seed.numel() * cdiv(num_words, plan.block_cols),)
     with device_guard(words):
-        philox_kernel[grid](
-            words,
-            seeds,
-            offsets,
-            num_words,
-            seed_stride,
-            offset_stride,
-            BLOCK=plan.block_cols,
-            ALIGN=math.gcd(16, num_words),
-            num_warps=plan.num_warps,
-        )
+        constants = {"BLOCK": plan.block_cols, "ALIGN": math.gcd(MAX_ALIGN, num_words), "num_warps": plan.num_warps}
+        philox_kernel[grid](words, seeds, offsets, num_words, seed_stride, offset_stride, **constants)
     return words

@@ -65,22 +65,10 @@ _ROW_SUMS_KERNEL = """def {name}(
 
 
 def row_kernel(
-    name: str,
-    x: Sequence[str],
-    *,
-    p: Sequence[str] = (),
-    r: Sequence[str] = (),
-    out: Sequence[str] = (),
-    s: Sequence[str] = (),
-    numbers: int = 0,
-    options: Sequence[str] = (),
-    first: float = 0.0,
-    other: float = 0.0,
-    scaled: bool = False,
-    repeats: bool = False,
-    any_strides: bool = False,
-    **functions: Any,
-) -> Kernel:
+    name: str, x: Sequence[str], *, p: Sequence[str] = (), r: Sequence[str] = (), out: Sequence[str] = (),
+    s: Sequence[str] = (), numbers: int = 0, options: Sequence[str] = (), first: float = 0.0, other: float = 0.0,
+    scaled: bool = False, repeats: bool = False, any_strides: bool = False, **functions: Any,
+) -> Kernel:  # fmt: skip
     """A kernel on `row_op`, with operands and outputs of these names, each in the order of its tiles.
 
     Args:

@@ -8,11 +8,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ..runtime.arithmetic import ACCESS_BYTES
+from ..runtime.arithmetic import ACCESS_BYTES, MAX_ALIGN
 from ..runtime.views import collapsed_stride
-
-# The longest vector load in elements that any dtype needs.
-_MAX_ALIGN = 16
 
 Strides = tuple[int, int, int]
 
@@ -55,7 +52,7 @@ class RowView(NamedTuple):
 
     def alignment(self, *more: int) -> int:
         """Power of two, at most 16, that divides the integers `more` and the distance of all adjacent elements."""
-        divisor = math.gcd(_MAX_ALIGN, self.period, *more)
+        divisor = math.gcd(MAX_ALIGN, self.period, *more)
         strides = (*self.strides, self.out_strides)
         for (segment_stride, row_stride, col_stride), axis in zip(strides, self.axes(), strict=True):
             if axis:
@@ -64,7 +61,7 @@ class RowView(NamedTuple):
 
     def row_alignment(self) -> int:
         """Power of two, at most 16, that divides the rows; it only matters to tiles that run along them."""
-        return math.gcd(_MAX_ALIGN, self.num_rows) if self.along_rows else 1
+        return math.gcd(MAX_ALIGN, self.num_rows) if self.along_rows else 1
 
     def is_aligned(self, itemsize: int, *more: int) -> bool:
         """Whether rows with elements of `itemsize` bytes can be loaded 16 bytes at a time; `more` as in `alignment`."""

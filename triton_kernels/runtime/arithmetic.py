@@ -8,8 +8,9 @@ from .chips import Chip, limits_of
 MAX_BLOCK_ELEMENTS = 1 << 20
 # One cache line; a tile narrower than this along adjacent channels wastes memory bandwidth.
 CACHE_LINE_BYTES = 128
-# The widest access of a thread.
-ACCESS_BYTES = 16
+# The widest access of a thread: 16 elements or fewer. Triton knows whether an integer argument is a multiple of 16,
+# and nothing finer.
+ACCESS_BYTES = MAX_ALIGN = 16
 # Memory is read in sectors of this many bytes; shorter runs waste bandwidth.
 SECTOR_BYTES = 32
 # Words of a block of Philox numbers.
