@@ -15,9 +15,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import primitives as pr
-from perf.compiled_losses import penalty
+from perf.compiled_losses import ConvNet, VisionTransformer, penalty
 from perf.measuring import in_turns, timer
-from perf.models import ConvNet, VisionTransformer
 from perf.pages import line, table
 
 # The ratio that each line may have, but for the last column: an operation's, a whole training step's, and that of one

@@ -103,9 +103,7 @@ def vmap_against_loop(subject: Subject, record: Record) -> None:
         gots = torch.func.vmap(subject.call, axes)(*full)
         wants = _loop(lambda *xs: subject.call(*map(contiguous, xs)), axes)(*full)
         names = ", ".join(subject.labels[i] for i in positions)
-        for label, got, want in zip(subject.output_labels, gots, wants, strict=True):
-            if want.numel():
-                record.close(f"{label} of vmap over {names} (axis {axis})", got, want)
+        record.all_close(subject.output_labels, gots, wants, f" of vmap over {names} (axis {axis})")
 
 
 def derivatives_under_vmap(subject: Subject, record: Record) -> None:

@@ -183,8 +183,7 @@ def _check_changed(changed: Subject, record: Record, name: str, value: Any) -> N
         # A kernel may support some sizes and modes only, where the reference supports all.
         record.note(f"the operator refuses {name}={shown}, which the reference accepts")
         return
-    for label, got, want in zip(changed.output_labels, gots, changed.reference(*changed.tensors), strict=True):
-        record.close(f"{label}{when}", got, want)
+    record.all_close(changed.output_labels, gots, changed.reference(*changed.tensors), when)
     try:
         for mode in modes(changed):
             against_differences(mode, changed, record, when)

@@ -6,7 +6,7 @@ import torch
 from torch._functorch import partitioners
 
 import primitives as pr
-from perf.models import IMAGE_SIZE, NUM_CLASSES, ConvNet, VisionTransformer
+from perf.compiled_losses import IMAGE_SIZE, NUM_CLASSES, ConvNet, VisionTransformer
 from primitives.tracing import pure_module, trace_joint
 
 # The most that the partition may save, as a part of what eager autograd does; docs/reference/tracing/index.md says so.

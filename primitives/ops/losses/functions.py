@@ -111,15 +111,17 @@ def cross_entropy(
             return compute(
                 x.unsqueeze(0), target.unsqueeze(0) if has_probabilities else target.reshape(1), weight
             ).reshape(())
+        dtype = _promoted(x, target, weight) if has_probabilities else x.dtype
+        wide = x.double() if dtype == torch.float64 else x
+
+        def losses(target: Tensor, smoothing: float) -> tuple[Tensor, Tensor]:
+            return cross_entropy_p(wide, target, axis, smoothing)
+
         if not has_probabilities:
-            losses = functools.partial(_losses_of, x, axis)
             labels = _labels("cross_entropy", x, target, ignore_index)
             rows, total = _of_labels(losses, shape, labels, *options) if shape[axis] else (x.sum(axis), 0)
-            return _in_result_dtype(_reduced(rows, total, reduction), x.dtype)
-        dtype = _promoted(x, target, weight)
-        wide = x.double() if dtype == torch.float64 else x
-        if shape[axis]:
-            rows, total = _of_probabilities(functools.partial(_losses_of, wide, axis), shape, target, *options)
+        elif shape[axis]:
+            rows, total = _of_probabilities(losses, shape, target, *options)
         else:
             each = target if weight is None else target * _per_class(weight, shape)
             rows, total = (wide * each).sum(axis), 0
@@ -227,10 +229,6 @@ def _labels(function: str, x: Tensor, target: Tensor, ignore_index: int) -> Tens
     # Torch takes one label in a list of one for logits without a batch.
     target = target.reshape(()) if x.dim() == 1 else target
     return class_labels_p(target, x.shape[checks.class_axis(x)], ignore_index, function)
-
-
-def _losses_of(x: Tensor, axis: int, target: Tensor, smoothing: float) -> tuple[Tensor, Tensor]:
-    return cross_entropy_p(x, target, axis, smoothing)
 
 
 def _row_weights(labels: Tensor, weight: Tensor | None, dtype: torch.dtype) -> Tensor:
