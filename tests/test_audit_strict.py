@@ -22,36 +22,33 @@ def test_strict_holds_the_whole_against_differences(converted):
     assert report.ok == converted
 
 
+def of_user(name, forward, **rules):
+    """An `autograd.Function` of one argument, which its rules have."""
+
+    def keep(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    members = {"forward": forward, "setup_context": keep, **rules}
+    return type(name, (torch.autograd.Function,), {key: staticmethod(rule) for key, rule in members.items()})
+
+
 def test_strict_knows_of_the_rules_of_the_user_what_the_table_does_not():
-    class Sine(torch.autograd.Function):
-        factor = 1.01
+    def slope(ctx, bar_or_dot):
+        return bar_or_dot * ctx.saved_tensors[0].cos()
 
-        @staticmethod
-        def forward(x):
-            return x.sin()
-
-        @staticmethod
-        def setup_context(ctx, inputs, output):
-            ctx.save_for_backward(*inputs)
-            ctx.save_for_forward(*inputs)
-
-        @staticmethod
-        def backward(ctx, y_bar):
-            return y_bar * ctx.saved_tensors[0].cos()
-
-        @staticmethod
-        def jvp(ctx, x_dot):
-            return Sine.factor * x_dot * ctx.saved_tensors[0].cos()
+    factors = [1.01]
+    rule = of_user("Sine", lambda x: x.sin(), backward=slope, jvp=lambda ctx, x_dot: factors[-1] * slope(ctx, x_dot))
 
     def sine(x):
-        return Sine.apply(x)
+        return rule.apply(x)
 
     report = pr.audit(sine, (torch.randn(3),), order=1, strict=True)
     assert report.failed == ("f",)
     assert "WRONG" in str(report)
     assert [finding.operation for finding in report.findings] == ["function sine"]
     assert "autograd.Function Sine" not in report.right
-    Sine.factor = 1.0
+    factors.append(1.0)
     assert not pr.audit(sine, (torch.randn(3),), order=1)
     assert pr.audit(sine, (torch.randn(3),), order=1, strict=True)
 
@@ -101,39 +98,22 @@ def test_strict_names_the_module_and_the_line_of_a_derivative_that_is_cut(cut, r
 
 
 def test_strict_names_the_exception_and_its_line_and_what_else_stands_there():
-    class Raising(torch.autograd.Function):
-        @staticmethod
-        def forward(x):
-            return x.sin()
+    def backward(ctx, y_bar):
+        raise ValueError(f"no {ctx}" + "\nnor this")
 
-        @staticmethod
-        def setup_context(ctx, inputs, output):
-            ctx.save_for_backward(*inputs)
+    def double(ctx, bar_or_dot):
+        return bar_or_dot * 2
 
-        @staticmethod
-        def backward(ctx, y_bar):
-            raise ValueError(f"no {ctx}" + "\nnor this")
-
-    class Right(Raising):
-        @staticmethod
-        def forward(x):
-            return x * 2
-
-        @staticmethod
-        def backward(ctx, y_bar):
-            return y_bar * 2
-
-        @staticmethod
-        def jvp(ctx, x_dot):
-            return x_dot * 2
+    raising = of_user("Raising", lambda x: x.sin(), backward=backward)
+    right = of_user("Right", lambda x: x * 2, backward=double, jvp=double)
 
     class Once(nn.Module):
         def forward(self, x):
-            return Raising.apply(x)
+            return raising.apply(x)
 
     class Twice(nn.Module):
         def forward(self, x):
-            return Right.apply(x)
+            return right.apply(x)
 
     report = pr.audit(nn.Sequential(Twice(), Once()), (torch.randn(2, 3),), order=1, strict=True)
     lacking, module = report.findings
