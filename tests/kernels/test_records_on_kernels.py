@@ -97,7 +97,7 @@ def test_vmap_over_half_of_the_arguments_and_all(case, takes_turns, device):
         check_vmap_of_call(call, -1, chosen[i % len(chosen) :][:1] if takes_turns else chosen)
 
 
-# Rules call the same operators on every implementation, and `test_nestings` holds those of all orders.
+# Rules call the same operators on every implementation, and `test_every_nesting` holds those of all orders.
 @pytest.mark.usefixtures("backend")
 @every_family
 def test_a_nesting_in_the_input(case, device):
