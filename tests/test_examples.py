@@ -89,7 +89,7 @@ def test_meanflow_learns_the_same_with_torch_and_here(float64, tmp_path, capsys)
     assert picture.stat().st_size > 10_000
 
 
-# By day kernel tests check its rules, and tests/test_custom_compile.py compiles operators with trees.
+# By day kernel tests check its rules, and tests/test_custom_transforms.py compiles operators with trees.
 @pytest.mark.nightly
 def test_swiglu_checks_its_rules_and_trains(capsys):
     pytest.importorskip("triton")
