@@ -119,13 +119,13 @@ def test_factors_of_determinants_are_those_of_the_trace_in_a_batch_of_other_stri
     same(torch.func.vmap(torch.func.grad(plainly(value)), 2)(a), truth)
 
 
-@pytest.mark.nightly
 def test_quantiles_in_forward_mode():
     for function in (lambda x: torch.quantile(x, 0.3), lambda x: x.sin().lerp_(x, 0.3)):
         found, truth = (torch.func.jvp(f, (X,), (V,)) for f in (plainly(function), function))
         same(found, truth)
 
 
+@pytest.mark.nightly
 def test_inductor_writes_a_diagonal_into_a_matrix_of_a_batch():
     @pr.compile
     def function(x):
