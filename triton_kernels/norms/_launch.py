@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from ..rows.launch import (
@@ -59,13 +60,9 @@ class Norm(NamedTuple):
         """Memory for a result of the shape of `x`."""
         if self.layout != ParamLayout.CHANNELS_LAST:
             return x.new_empty(x.shape)
-        *samples, groups, channels, positions = x.shape
-        strides = [channels, 1, groups * channels]
-        size = positions * groups * channels
-        for count in reversed(samples):
-            strides.insert(0, size)
-            size *= count
-        return x.new_empty_strided(x.shape, strides)
+        *samples, groups, channels, positions = range(x.dim())
+        order = (*samples, positions, groups, channels)
+        return torch.empty_permuted(x.shape, order, dtype=x.dtype, device=x.device)
 
     def statistics(self, mean: Tensor, rstd: Tensor) -> dict[str, Tensor | None]:
         """Those that kernels read."""
