@@ -270,8 +270,7 @@ Repaired, all are right in every nesting but these:
 
 {reasons}
 Torch's samples do not reach every operator, or only with more numbers than the {elements} that are judged. Known to
-raise, repaired or not: `ctc_loss` in forward mode and at second order, `special.zeta` and `conv_tbc` in forward mode,
-`scatter_reduce` and `index_reduce` by products with two zeros at one place at second order of plain `backward`.
+raise, repaired or not: `ctc_loss` in forward mode and at second order, `special.zeta` and `conv_tbc` in forward mode.
 
 Repaired beside the table: `nn.LSTM` in float32 on the CPU and `embedding_bag` of frozen rows have no forward mode in
 torch, batches of cotangents (`is_grads_batched`) keep their axes where a backward pass changes them in place, as group
