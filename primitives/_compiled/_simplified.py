@@ -17,7 +17,7 @@ from primitives.decompositions import decomposition_table
 from primitives.decompositions._linalg import det_of_factors
 from primitives.tracing._torch_private import GraphModule
 
-__all__ = ["DECOMPOSITIONS", "FACTORED", "of_any_strides", "simplify", "sums_apart", "without_zeros"]
+__all__ = ["DECOMPOSITIONS", "FACTORED", "of_any_strides", "read_by_offset", "simplify", "sums_apart", "without_zeros"]
 
 _aten = torch.ops.aten
 # Zero where one of two arguments is.
@@ -98,6 +98,19 @@ def of_any_strides(module: fx.GraphModule) -> fx.GraphModule:
     for node in graph.find_nodes(op="call_function", target=_aten.view.default):
         node.target = _aten.reshape.default
     return GraphModule(module, graph)
+
+
+def read_by_offset(graph: fx.Graph) -> dict[int, str]:
+    """Inputs that `as_strided` reads at places which count from where their memory begins, and their names."""
+    found, inputs = {}, graph.find_nodes(op="placeholder")
+    for target, place in ((_aten.as_strided.default, 3), (_aten.as_strided_scatter.default, 4)):
+        for node in graph.find_nodes(op="call_function", target=target):
+            base = node.args[0]
+            while getattr(base.target, "is_view", False):
+                base = base.args[0]
+            if base.op == "placeholder" and node.args[place:] not in ((), (None,)):
+                found[inputs.index(base)] = base.name
+    return found
 
 
 def _keep_term(node: fx.Node, term: fx.Node) -> None:

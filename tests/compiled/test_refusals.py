@@ -211,6 +211,20 @@ def test_what_another_trace_inside_has_made(f):
     same(plainly(lambda x: pr.func.linearize(f, x)[1](v))(X), torch.func.linearize(f, X)[1](v))
 
 
+def test_memory_before_an_argument_is_not_read():
+    """The programs of an argument serve all views of its sizes, wherever these begin."""
+    relative = plainly(lambda x: x.as_strided((2, 2), (1, 2)))
+    absolute = plainly(lambda x: x.as_strided((2, 2), (1, 2), 1))
+    begun, late = torch.arange(8.0), torch.arange(16.0)[3:11]
+    same(
+        [relative(begun), relative(late), absolute(begun)],
+        [x.as_strided((2, 2), (1, 2)) for x in (begun, late, begun[1:])],
+    )
+    for function in (absolute, lambda x: torch.func.jvp(absolute, (x,), (x,))):
+        with pytest.raises(pr.LeafError, match="got a view at 3 of it"):
+            function(late)
+
+
 def test_arguments():
     with pytest.raises(pr.LeafError, match="must be a tensor, a hashable constant"):
         plainly(lambda x, a: x)(X, np.ones(2))
