@@ -20,9 +20,6 @@ from perf.ops.samples import DTYPES, LOW_PRECISION, Sample, arranged, normal
 from perf.ops.workload import KERNEL_MODES, RECORDS, Workload, workloads_of
 from primitives._core import Primitive, registered_primitives
 
-__all__ = ["Op"]
-
-
 # How often a mode touches tensors of the size of x at least: x, y_bar and x_dot are read; y, x_bar, tangents written.
 PASSES = {"forward": 2, "backward": 3, "jvp": 4, "hvp": 5, "double_backward": 5, "forward_backward": 5}
 # Arguments that are positive.

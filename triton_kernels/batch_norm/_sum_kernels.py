@@ -1,9 +1,9 @@
-"""The kernel that sums for batch norm over the channel view `[groups, samples, channels, spatial]` (see `_channels`).
+"""Kernels that sum for batch norm over the channel view `[groups, samples, channels, spatial]`, and merge the sums.
 
-Every rule is at most one reduction over a split of samples and positions, a merge of its partial results per channel,
-and one elementwise transform; `batch_norm` says which rule uses which terms. Per-channel
-tensors are `[groups, channels]` with adjacent channels and a stride between groups; pointers of absent tensors
-are None.
+Every rule is at most one reduction over a split of samples and positions (see `_channels`), a merge of its partial
+results per channel of all groups, and one elementwise transform; `batch_norm` says which rule uses which terms.
+Per-channel tensors are `[groups, channels]` with adjacent channels and a stride between groups; pointers of absent
+tensors are None.
 """
 
 from __future__ import annotations
