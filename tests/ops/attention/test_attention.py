@@ -12,6 +12,7 @@ import primitives as pr
 from perf.measuring import peak
 from perf.ops.samples import normal
 from primitives._audit.nestings import nested
+from tests.call_properties import CallRecorder, check_fake, distinct
 from tests.support import nestings
 
 attention = pr.functional.attention
@@ -209,3 +210,17 @@ def test_a_row_whose_keys_are_all_hidden_in_any_way_has_the_derivatives_of_the_d
             found = orders(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, mask))
     for got, expected in zip(found, orders(definition), strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_a_compiler_is_told_how_results_lie_also_where_values_are_wider_than_keys():
+    primals, dots, (o_bar, _) = problem(widths=(4, 6), bias_shape=(2, 2, 3, 4))
+
+    def of(q, k, v, bias):
+        return attention(q, k, v, bias=bias)
+
+    with CallRecorder() as recorder:
+        jvp(lambda *primals: vjp(of, *primals)[1](o_bar), primals, dots)
+        vjp(lambda *primals: jvp(of, primals, dots)[1], *primals)[1](o_bar)
+    assert {*recorder.names} == {f"attention{suffix}" for suffix in ("", "_bwd", "_jvp", "_double_backward")}
+    for call in distinct(recorder.calls):
+        check_fake(call, call.outputs())
