@@ -11,7 +11,6 @@ from torch.nn import BatchNorm2d, Conv2d, Dropout, LayerNorm, Linear, Sequential
 
 import primitives as pr
 from perf.ops import FAMILIES
-from perf.ops.layer_norm import LAYER_NORM
 from tests.nested_losses import gradients, tangent
 from tests.properties import check_nesting, leaves
 from tests.support import assert_close, like, nestings
@@ -29,14 +28,14 @@ def compiled(function, backend="aot_eager"):
 
 
 def compiled_nestings():
-    """By day one of order three, which takes seconds as all do; by night the rest, and order two by Inductor."""
+    """Seconds each, hence by night: order two by Inductor, and order three."""
     for case in FAMILIES:
         for word in nestings(2):
             name = f"{case.name}-{word}-all-inductor"
             yield pytest.param(case, word, None, "inductor", id=name, marks=pytest.mark.nightly)
         for word in nestings(3):
-            marks = [] if case is LAYER_NORM and word == "rfr" else [pytest.mark.nightly]
-            yield pytest.param(case, word, (0, 0, 0), "aot_eager", id=f"{case.name}-{word}-x-aot_eager", marks=marks)
+            name = f"{case.name}-{word}-x-aot_eager"
+            yield pytest.param(case, word, (0, 0, 0), "aot_eager", id=name, marks=pytest.mark.nightly)
 
 
 # Inductor calls what torch deprecates.
