@@ -224,7 +224,7 @@ def _backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
     num, saved = ctx.num, [*ctx.saved_tensors]
     if ctx.is_transformed:
         # Behind `torch.func.vjp` the level is over, and what it has wrapped does not say what requires grad outside.
-        saved = [*unwrap_dead_wrappers(saved)]
+        saved = [*unwrap_dead_wrappers(tuple(saved))]
     for i, strides in enumerate(ctx.strides):
         if saved[i].stride() != strides and 0 not in strides:
             saved[i] = saved[i].new_empty_strided(saved[i].shape, strides).copy_(saved[i])
