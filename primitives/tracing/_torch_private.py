@@ -62,6 +62,13 @@ def schema_of(func: Any) -> Any:
     return func._schema if isinstance(func, _ops.OpOverload) else None
 
 
+@functools.cache
+def needs_values(func: Any) -> bool:
+    """Whether the result of an operator, or its shape, depends on values, which tensors without memory do not have."""
+    tags = func.tags if isinstance(func, _ops.OpOverload) else ()
+    return torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags
+
+
 def is_tracing(*, pre_dispatch: bool = False) -> bool:
     """Whether `make_fx` is recording; with `pre_dispatch`, whether it records what autograd is given."""
     mode = proxy_tensor.get_proxy_mode()

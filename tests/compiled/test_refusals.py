@@ -159,6 +159,18 @@ def test_values_of_constants_may_be_asked():
     x = X.clone().requires_grad_()
     same(torch.autograd.grad(plainly(masked)(x), x), torch.autograd.grad(masked(x), x))
 
+    # The backward pass of `trace` asks for places without repetition where it is differentiated.
+    def traced(f):
+        (x_bar,) = torch.autograd.grad(f(x).sin(), x, create_graph=True)
+        return torch.autograd.grad(x_bar.square().sum(), x)
+
+    same(traced(plainly(torch.trace)), traced(torch.trace))
+    same(plainly(lambda x: x[(torch.arange(4) > 1).nonzero()[:, 0]])(X), X[2:])
+
+    # It checks signs of variances, which it clamps anyway.
+    loss = torch.nn.GaussianNLLLoss()
+    same(plainly(loss)(X, X.sin(), X.square()), loss(X, X.sin(), X.square()))
+
     # It compares the number of samples inside.
     same(plainly(torch.corrcoef)(X), torch.corrcoef(X))
     weights = X[0].abs()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from primitives._core.errors import DeviceError, LeafError, MutationError, ShapeError, TraceError, check_arguments
 from primitives._core.trees.overlay import spread
@@ -177,12 +179,18 @@ class _Constants(torch_private.TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         """The call."""
-        if func is torch.ops.aten.equal.default:
-            # `torch.cov` asks whether its number of samples is too small.
-            values = [*map(torch_private.constant_value, args)]
+        if torch_private.needs_values(func):
+            # Inside operators: `torch.cov` asks whether its number of samples is too small.
+            given = [x for x in torch_private.leaves_of(args, kwargs) if isinstance(x, torch.Tensor)]
+            values = [*map(torch_private.constant_value, given)]
             if all(x is not None for x in values):
+                found = iter(values)
+                args, kwargs = torch_private.mapped_tensors(torch.Tensor, lambda _: next(found), (args, kwargs or {}))
                 with torch_private.without_modes():
-                    return func(*values)
+                    return func(*args, **kwargs)
+            if any(frame.f_code is _ASKS_FOR_SIGNS for frame, _ in traceback.walk_stack(None)):
+                # Whether a variance is negative: it clamps them all the same.
+                return False
         writes = written_by(func, args, kwargs or {})
         for number in {number for x in writes if isinstance(x, torch.Tensor) for number in memories(x)}:
             self.lines.setdefault(number, current_line())
@@ -208,6 +216,7 @@ class _Constants(torch_private.TorchDispatchMode):
 
 # Before torch 2.13 functionalization refuses what the tracer does not know; copies of constants are read there alone.
 _MAY_WRAP_CONSTANTS = torch.__version__ >= "2.13"
+_ASKS_FOR_SIGNS = F.gaussian_nll_loss.__code__
 _LERPS_IN_PLACE = (torch.ops.aten.lerp_.Tensor, torch.ops.aten.lerp_.Scalar)
 # What makes tensors of literals of a program.
 _LIFTS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default, torch.ops.aten.lift.default)
