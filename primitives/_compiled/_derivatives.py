@@ -21,8 +21,8 @@ from torch._functorch.compile_utils import fx_graph_cse
 from torch.autograd import forward_ad
 
 from primitives._compiled._graphs import Settings, compiling, cut, joint_graph, program_of
-from primitives._compiled._simplified import of_any_strides, read_by_offset
-from primitives._core.errors import LeafError, MissingRuleError
+from primitives._compiled._simplified import from_the_start, of_any_strides, read_by_offset
+from primitives._core.errors import MissingRuleError
 from primitives._core.levels import recorded_here
 from primitives._core.recomputation import Batched, Derived, Pullback, Pushforward, Recomputable
 from primitives.tracing import JointGraph
@@ -226,9 +226,8 @@ class Half(Compiled):
         # That of the trace, and sizes that the graph is known to be valid for.
         self._mode: Any = _guards.detect_fake_mode(self._fakes)
         self._valid: set[Any] = set()
-        # Places of arguments that neither half reads, and names of those that are read from where their memory begins.
+        # Places of arguments that neither half reads.
         self._idle: set[int] = set()
-        self._absolute = read_by_offset(graph.graph) if is_graph else {}
 
     @property
     def constants(self) -> frozenset[int]:
@@ -287,20 +286,7 @@ class Half(Compiled):
         if self.settings.dynamic and not self.fits(tensors):
             # Inductor made it for other sizes, those of the trace. The graph itself is right.
             run = lambda values: graph(*values)  # noqa: E731
-        return self._from_the_start(run) if self._absolute else run
-
-    def _from_the_start(self, run: Callable[[list[Any]], Sequence[Any]]) -> Callable[[list[Any]], Sequence[Any]]:
-        def checked(values: list[Any]) -> Sequence[Any]:
-            for k, name in self._absolute.items():
-                if values[k].storage_offset():
-                    raise LeafError(
-                        f"compile: as_strided with a storage_offset reads the memory of {name}, which must begin where "
-                        f"the tensor does, got a view at {values[k].storage_offset()} of it. Pass a clone, or leave "
-                        "storage_offset out to begin at the tensor."
-                    )
-            return run(values)
-
-        return checked
+        return from_the_start(self._once("absolute", lambda: read_by_offset(graph.graph)), run)
 
 
 class Resumed(Half):

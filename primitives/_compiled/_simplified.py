@@ -5,19 +5,29 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Iterator, Set
+from collections.abc import Callable, Iterator, Set
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor, fx
 
+from primitives._core.errors import LeafError
 from primitives._core.inductor import ZERO
 from primitives.decompositions import decomposition_table
 from primitives.decompositions._linalg import det_of_factors
 from primitives.tracing._torch_private import GraphModule
 
-__all__ = ["DECOMPOSITIONS", "FACTORED", "of_any_strides", "read_by_offset", "simplify", "sums_apart", "without_zeros"]
+__all__ = [
+    "DECOMPOSITIONS",
+    "FACTORED",
+    "from_the_start",
+    "of_any_strides",
+    "read_by_offset",
+    "simplify",
+    "sums_apart",
+    "without_zeros",
+]
 
 _aten = torch.ops.aten
 # Zero where one of two arguments is.
@@ -111,6 +121,22 @@ def read_by_offset(graph: fx.Graph) -> dict[int, str]:
             if base.op == "placeholder" and node.args[place:] not in ((), (None,)):
                 found[inputs.index(base)] = base.name
     return found
+
+
+def from_the_start(places: dict[int, str], run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """`run`, for inputs that begin where their memory does, at these places."""
+
+    def checked(values: list[Any]) -> Any:
+        for k, name in places.items():
+            if begin := values[k].storage_offset():
+                raise LeafError(
+                    f"compile: as_strided with a storage_offset reads the memory of {name}, which must begin where the "
+                    f"tensor does, got a view at {begin} of it. Pass a clone, or leave storage_offset out to begin at "
+                    "the tensor."
+                )
+        return run(values)
+
+    return checked if places else run
 
 
 def _keep_term(node: fx.Node, term: fx.Node) -> None:
