@@ -185,9 +185,9 @@ class _Constants(torch_private.TorchDispatchMode):
             values = [*map(torch_private.constant_value, given)]
             if all(x is not None for x in values):
                 found = iter(values)
-                args, kwargs = torch_private.mapped_tensors(torch.Tensor, lambda _: next(found), (args, kwargs or {}))
+                known: Any = torch_private.mapped_tensors(torch.Tensor, lambda _: next(found), (args, kwargs or {}))
                 with torch_private.without_modes():
-                    return func(*args, **kwargs)
+                    return func(*known[0], **known[1])
             if any(frame.f_code is _ASKS_FOR_SIGNS for frame, _ in traceback.walk_stack(None)):
                 # Whether a variance is negative: it clamps them all the same.
                 return False
