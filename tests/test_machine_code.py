@@ -9,6 +9,8 @@ No GPU takes part and little is compiled: `docs/developers/gates.md` says how.
 import dataclasses
 import functools
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from unittest.mock import patch
 
@@ -62,6 +64,15 @@ def test_kernels_and_table_agree(chip_name: str, how: str) -> None:
     assert main([how, "--jobs", "1", "--chip", chip_name]) == 0, OUT_OF_DATE
     if triton.__version__ != read_version():
         pytest.skip(f"the table is of Triton {read_version()}; with another release no keys are compared")
+
+
+@pytest.mark.nightly
+def test_several_processes() -> None:
+    command = [sys.executable, "-m", "perf.machine_code", "--keys", "--op", "dropout", "--jobs", "2"]
+    ended = subprocess.run(
+        [*command, "--chip", "sm_80", "--chip", "sm_90"], capture_output=True, text=True, timeout=300
+    )
+    assert (ended.returncode, ended.stdout.count("0 compiled")) == (0, 2), ended.stderr
 
 
 def launches(chip_name: str, workload: Workload, launch: Callable[[], object]) -> list[Launch]:

@@ -6,50 +6,14 @@ Kernels are compiled in processes of their own: as many as there are cores, each
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import os
 import sys
-import tempfile
-import warnings
-from collections.abc import Collection, Sequence
 
+from perf.machine_code.processes import walked
 from perf.machine_code.rules import broken_rules
 from perf.machine_code.table import TABLE, VERSION_FILE, Row, read_table, read_version, write_table
 from perf.ops import CASES
 from primitives.kernels.runtime.chips import CHIPS
-
-
-def walk(chip: str, op: str | None, part: int, parts: int, known: Collection[str] | None) -> tuple[dict, list]:
-    """The first case of each key on a chip, of one op if it is named; and what a part of the keys not known gives.
-
-    That is a row, or a complaint; nothing is compiled where `known` is None.
-    """
-    # A kernel from an earlier compiler or an earlier edit must not stand in for this one.
-    with tempfile.TemporaryDirectory() as cache, warnings.catch_warnings():
-        # Torch and Triton warn of the missing GPU, and of defaults to come: once per process, over the progress.
-        warnings.simplefilter("ignore")
-        # Line tables take a tenth of the time and change no instruction.
-        os.environ.update(TRITON_CACHE_DIR=cache, TRITON_DISABLE_LINE_INFO="1")
-        from perf.machine_code.compiling import described_calls, try_compile
-
-        needed: dict[str, str] = {}
-        made: list[Row | str] = []
-        for case, launches in described_calls(chip, op):
-            for launch in launches:
-                if launch.key not in needed:
-                    needed[launch.key] = case
-                    if known is not None and launch.key not in known and int(launch.key, 16) % parts == part:
-                        made.append(try_compile(chip, launch, case))
-        return needed, made
-
-
-def _in_processes(tasks: Sequence[tuple], jobs: int) -> list[tuple[dict, list]]:
-    """`walk` of each task; a single job needs no process of its own."""
-    if jobs == 1:
-        return [walk(*task) for task in tasks]
-    # Spawned, because threads of torch do not survive a fork.
-    with multiprocessing.get_context("spawn").Pool(min(jobs, len(tasks)), maxtasksperchild=1) as pool:
-        return pool.starmap(walk, tasks, chunksize=1)
 
 
 def _options(argv: list[str] | None) -> argparse.Namespace:
@@ -83,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
     recompiles, parts, problems = options.check or options.op or version != of_table, 1 if options.keys else jobs, []
     known = {chip: None if options.keys else {*()} if recompiles else {*old[chip]} for chip in chips}
     tasks = [(chip, options.op, part, parts, known[chip]) for chip in chips for part in range(parts)]
-    found = _in_processes(tasks, jobs)
+    found = walked(tasks, jobs)
     for number, chip in enumerate(chips):
         needed, made = found[number * parts][0], [row for _, rows in found[number * parts :][:parts] for row in rows]
         problems += [row for row in made if isinstance(row, str)]
