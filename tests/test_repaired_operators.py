@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import warnings
 import weakref
 
 import pytest
@@ -69,6 +70,19 @@ def test_powers_of_the_number_zero_have_derivatives_of_zero():
         found = [nested(lambda x: (0.0**x).sum(), [v], n)(x).item() for k in (1, 2, 3) for n in nestings(k)]
         assert torch.pow(2, torch.arange(3)).dtype == torch.int64
     assert found == [0.0] * 14
+
+
+@pytest.mark.parametrize("reduced", [torch.Tensor.scatter_reduce, torch.Tensor.index_reduce])
+def test_products_with_two_zeros_at_one_place_have_second_derivatives_of_plain_code(reduced):
+    """Torch has them delayed to an error."""
+    x = torch.tensor([0.0, 0.0, 2.0, 3.0], dtype=torch.float64, requires_grad=True)
+    weights = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64)
+    with pr.repair_torch(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # index_reduce is in beta
+        y = reduced(x.new_ones(2), 0, torch.tensor([0, 0, 0, 1]), x, "prod")
+        (x_bar,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        (found,) = torch.autograd.grad(x_bar @ weights, x)
+    assert found.tolist() == [4.0, 2.0, 0.0, 0.0]
 
 
 def test_masks_of_two_axes_and_autocast_are_right_at_the_second_order():

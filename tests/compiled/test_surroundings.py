@@ -69,6 +69,8 @@ def test_around():
     for y in (pr.func.checkpoint(model, x), checkpoint(model, x, use_reentrant=False)):
         same(gradients(net, y.square().sum()), gradients(net, net(X).square().sum()))
     same(torch.compile(lambda x: model(x).square().sum(), backend="eager", fullgraph=True)(X), truth)
+    functionalized = torch.func.grad(torch.func.functionalize(lambda x: model(x).square().sum()))
+    same(functionalized(X), torch.func.grad(lambda x: net(x).square().sum())(X))
     assert len(make_fx(model)(X).graph.nodes) > 5
     tangent = pr.func.checkpoint(lambda x: torch.func.jvp(model, (x,), (X,))[1], x).sum()
     same(torch.autograd.grad(tangent, x), torch.autograd.grad(torch.func.jvp(net, (x,), (X,))[1].sum(), x))

@@ -40,7 +40,7 @@ class Part(NamedTuple):
     """What a result takes, or what a tangent adds to one.
 
     Attributes:
-        sums: Places of the sums over a row, of the terms that are returned there; plans are for three at most.
+        sums: Places of the sums over a row, of the terms that are returned there; plans are made for three.
         summed: Operands of these terms.
         written: Operands that are read (again) to write.
     """
