@@ -125,6 +125,17 @@ def _zeros(types: Sequence[type], args: tuple, kwargs: dict[str, Any]) -> Any:
 _show("aten::_efficientzerotensor", _zeros, when=lambda: get_proxy_mode() is not None)
 
 
+# Torch makes it where a tangent has other strides than its primal, and reads sizes of memory, which symbols have not.
+def _tangent(types: Sequence[type], args: tuple, kwargs: dict[str, Any]) -> Any:
+    (x, primal), num = args, kwargs.get("self_num_batch_dims", 0)
+    if not _is_symbolic(primal):
+        return NotImplemented
+    return torch.zeros_like(primal.expand(*x.shape[:num], *primal.shape), dtype=x.dtype)
+
+
+_show("aten::_new_zeros_with_same_feature_meta", _tangent, when=lambda: get_proxy_mode() is not None)
+
+
 def _is_shown(rules: RuleTable, types: Sequence[type], args: tuple, kwargs: dict[str, Any]) -> bool:
     """Whether this call becomes kernels: the conditions in the module's docstring, cheap ones first."""
     if kwargs or len(args) != len(rules.spec.arguments) or any(t not in _KNOWN_TYPES for t in types):

@@ -73,6 +73,20 @@ def test_per_sample_gradients_of_any_number_and_size():
         same(*(torch.func.vmap(torch.func.grad(f))(data(*sizes)) for f in (compiled, compiled.__wrapped__)))
 
 
+def test_tangents_of_other_strides_than_their_primals():
+    """Torch lays a tangent out anew by the number of elements in the primal's memory, which symbols do not have."""
+
+    def curvatures(x, vs):
+        return torch.func.vmap(lambda v: torch.func.jvp(lambda x: (x.sin() * x).sum(), (x,), (v,))[1])(vs)
+
+    curved = plainly(lambda x: x.sin().square().sum(), dynamic=True)
+    batched = plainly(curvatures, dynamic=True)
+    for n in (4, 6):
+        x, vs = data(3, n).mT, data(3, n, 2).mT
+        same(*(torch.func.jvp(torch.func.grad(f), (x,), (vs[..., 0, :].mT,)) for f in (curved, curved.__wrapped__)))
+        same(batched(x, vs.permute(1, 2, 0)), curvatures(x, vs.permute(1, 2, 0)))
+
+
 def test_dropout_of_any_size():
     net = nn.Sequential(nn.Linear(3, 40), nn.Dropout(0.5)).double()
     loss = plainly(lambda x: net(x).square().sum(), dynamic=True)
