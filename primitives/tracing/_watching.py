@@ -78,12 +78,30 @@ def _without_masks(index: Any) -> Any:
 
 def _dropout(x: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
     """As torch composes it, but in C++ it asks how many elements there are, which symbols do not say in a transform."""
+    if not any(isinstance(n, torch.SymInt) for n in x.shape):
+        return F.dropout(x, p, training, inplace)
     if not training or p == 0.0:
         return x
     # Without a batch, which `vmap` adds where samples draw different numbers.
     noise = torch.bernoulli(torch.empty(x.shape, dtype=x.dtype, device=x.device), 1.0 - p)
     noise = noise.mul_(1.0 / (1.0 - p) if p < 1.0 else 0.0)
     return x.mul_(noise) if inplace else x * noise
+
+
+def _index_fill(x: Any, dim: int, index: Any, value: Any) -> Any:
+    """By a mask for a tensor: the backward pass of torch's own asks which places differ."""
+    if not isinstance(value, torch.Tensor):
+        return torch.index_fill(x, dim, index, value)
+    mask = torch.zeros_like(x, dtype=torch.bool).index_fill(dim, index, True)
+    return torch.where(mask, torch.fill(x, value), x)
+
+
+_COMPOSED = {
+    F.dropout: _dropout,
+    torch.index_fill: _index_fill,
+    torch.Tensor.index_fill: _index_fill,
+    torch.Tensor.index_fill_: lambda x, *args, **kwargs: x.copy_(_index_fill(x, *args, **kwargs)),
+}
 
 
 class UserCalls(TorchFunctionMode):
@@ -125,13 +143,11 @@ class UserCalls(TorchFunctionMode):
         read = args[:1] if reads else torch_private.leaves_of(*lists)
         if func in _VALUES and (value := torch_private.constant_value(args[0])) is not None:
             return func(value)
-        if func is F.dropout and any(isinstance(n, torch.SymInt) for n in args[0].shape):
-            func = _dropout
         if func in _INDEXED:
             args = (args[0], _without_masks(args[1]), *args[2:])
         if any(isinstance(x, torch.Tensor) and torch_private.is_computed(x) for x in read):
             raise values_needed(self._function, f"{func.__name__}()", current_line())
-        return func(*args, **kwargs)
+        return _COMPOSED.get(func, func)(*args, **kwargs)
 
 
 class Recorder:
