@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from primitives._audit.table import RIGHT_SIDE, name_of
 
-__all__ = ["ELEMENTS", "Call", "as_real", "recorded"]
+__all__ = ["ELEMENTS", "Call", "Recorder", "as_real", "recorded"]
 
 # Calls of an operator that are kept, the elements that their arguments have at most, and samples of an entry.
 CALLS, ELEMENTS, SAMPLES = 24, 3000, 16
@@ -50,25 +51,30 @@ class Call(NamedTuple):
         return [as_real(y) for y in (out if isinstance(out, (tuple, list)) else [out])]
 
 
-class _Recorder(TorchDispatchMode):
-    """Keeps the functional calls that are made inside."""
+class Recorder(TorchDispatchMode):
+    """Shows each call of an operator that is made inside: the operator, its arguments, and those by name."""
 
-    def __init__(self, found: dict[str, list[Call]]) -> None:
+    def __init__(self, see: Callable[[OpOverload, tuple, dict[str, Any]], None]) -> None:
         super().__init__()
-        self.found = found
+        self.see = see
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        values, spec = tree_flatten((args, kwargs or {}))
-        tensors = [value for value in values if isinstance(value, torch.Tensor)]
-        known = self.found[name_of(func, args)]
-        is_small = 0 < sum(x.numel() for x in tensors) <= ELEMENTS and all(x.layout == torch.strided for x in tensors)
-        if is_small and not func._schema.is_mutable and len(known) < CALLS:
-            copies = [value.detach().clone() if isinstance(value, torch.Tensor) else value for value in values]
-            positions = [n for n, x in enumerate(copies) if isinstance(x, torch.Tensor) and x.dtype in _DTYPES]
-            known.append(Call(func, copies, spec, positions))
-            if func is torch.ops.aten._linalg_solve_ex.default:
-                self.found[name_of(func, args) + RIGHT_SIDE].append(Call(func, copies, spec, positions[1:]))
+        self.see(func, args, kwargs or {})
         return func(*args, **kwargs or {})
+
+
+def _keep(found: dict[str, list[Call]], func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Keeps a functional call."""
+    values, spec = tree_flatten((args, kwargs))
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    known = found[name_of(func, args)]
+    is_small = 0 < sum(x.numel() for x in tensors) <= ELEMENTS and all(x.layout == torch.strided for x in tensors)
+    if is_small and not func._schema.is_mutable and len(known) < CALLS:
+        copies = [value.detach().clone() if isinstance(value, torch.Tensor) else value for value in values]
+        positions = [n for n, x in enumerate(copies) if isinstance(x, torch.Tensor) and x.dtype in _DTYPES]
+        known.append(Call(func, copies, spec, positions))
+        if func is torch.ops.aten._linalg_solve_ex.default:
+            found[name_of(func, args) + RIGHT_SIDE].append(Call(func, copies, spec, positions[1:]))
 
 
 def _beside_the_database() -> Iterator[Callable[[], Any]]:
@@ -114,9 +120,10 @@ def _beside_the_database() -> Iterator[Callable[[], Any]]:
 def recorded(database: Iterable[Any], device: str = "cpu") -> dict[str, list[Call]]:
     """Calls by the name of their operator: those of `database`, and some beside it."""
     found: dict[str, list[Call]] = defaultdict(list)
+    recorder = Recorder(functools.partial(_keep, found))
     with torch.device(device):
         for run in _beside_the_database():
-            with _Recorder(found):
+            with recorder:
                 run()
     for op in database:
         if not op.supports_autograd or torch.float64 not in op.supported_dtypes(device):
@@ -124,7 +131,7 @@ def recorded(database: Iterable[Any], device: str = "cpu") -> dict[str, list[Cal
         samples = op.sample_inputs(device, torch.float64, requires_grad=True)
         for _, sample in zip(range(SAMPLES), samples, strict=False):
             try:
-                with _Recorder(found):
+                with recorder:
                     op(sample.input, *sample.args, **sample.kwargs)
             # The database has samples of which torch says that it has no kernel for them.
             except (RuntimeError, NotImplementedError):

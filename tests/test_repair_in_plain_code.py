@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch.autograd import forward_ad
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.common_modules import module_db
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import primitives as pr
+from perf.operator_calls import Recorder
 from primitives._audit.nestings import nested, perturbed_sum
 from primitives._repair.kernels import repairs
 from tests.support import randn, torchs_samples
@@ -123,16 +123,6 @@ def _is_registered(name):
     return any(line.startswith("AutogradCPU: registered at") and "primitives" in line for line in dump)
 
 
-class _Seen(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.names = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.add(func.name())
-        return func(*args, **(kwargs or {}))
-
-
 def test_plain_code_meets_no_kernel_of_ours_for_operators_that_wait():
     # As a process finds it that has taken no transform.
     pr.repair_torch().undo()
@@ -157,9 +147,10 @@ def test_each_function_that_calls_an_operator_that_waits_has_its_kernel_in_a_tra
     reached = set()
     for op in filter(_is_near, op_db):
         for sample in itertools.islice(torchs_samples(op, torch.float32), 12):
-            with contextlib.suppress(RuntimeError), _Seen() as seen:
+            seen = set()
+            with contextlib.suppress(RuntimeError), Recorder(lambda func, *_, seen=seen: seen.add(func.name())):
                 tree_leaves(op(sample.input, *sample.args, **sample.kwargs))[0].sum().backward()
-            if not seen.names & EARLY:
+            if not seen & EARLY:
                 continue
             pr.repair_torch().undo()
 
@@ -169,7 +160,7 @@ def test_each_function_that_calls_an_operator_that_waits_has_its_kernel_in_a_tra
             with pr.repair_torch(), contextlib.suppress(RuntimeError):
                 torch.func.grad(call)(sample.input.detach())
             assert _is_registered("aten::native_layer_norm"), op.name
-            reached |= seen.names & EARLY
+            reached |= seen & EARLY
             break
     assert len(reached) > 6, reached
     pr.repair_torch().undo()
