@@ -47,6 +47,14 @@ def test_one_argument_is_differentiated_alone_where_others_might_be(function, sh
                 torch.testing.assert_close(*second)
 
 
+def test_norms_of_half_precision_have_second_derivatives():
+    x = torch.randn(3, 4, requires_grad=True)
+    with pr.repair_torch(), torch.autocast("cpu", torch.bfloat16):
+        loss = F.layer_norm(x.bfloat16(), (4,)).float().square().sum()
+        (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+        assert torch.autograd.grad(gradient.square().sum(), x)[0].isfinite().all()
+
+
 def test_first_gradients_of_factors_are_right_under_modes_too():
     b, a = randn(3, 2), (randn(3, 3) + 4 * torch.eye(3)).requires_grad_()
     with pr.repair_torch():

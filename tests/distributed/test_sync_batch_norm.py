@@ -11,7 +11,7 @@ from torch.func import functional_call, grad, vmap
 
 import primitives as pr
 from primitives._audit.nestings import nested
-from tests.distributed.processes import check_in_processes, outcomes
+from tests.distributed.processes import check_in_processes
 from tests.support import assert_close, nestings
 
 SIZES = (3, 2, 0, 1)
@@ -159,57 +159,48 @@ def test_the_module_is_batch_norm_of_all_samples():
 # A fault of one process is an error in all.
 
 
-def call(rank, world, norms, shapes, dtypes):
-    norms[rank](torch.zeros(shapes[rank], dtype=dtypes[rank]))
-
-
-def die(rank, world):
-    norm = pr.nn.SyncBatchNorm(C)
-    norm(torch.randn(2, C))
-    if rank == 1:
-        os._exit(1)
-    norm(torch.randn(2, C))
-
-
-def wait_for_nobody(rank, world):
-    norm = pr.nn.SyncBatchNorm(C)
-    norm(torch.randn(2, C))
-    if rank == 1:
-        time.sleep(2)
-    else:
-        norm(torch.randn(2, C))
-
-
 def bare(channels):
     return pr.nn.SyncBatchNorm(channels, affine=False, track_running_stats=False)
 
 
+def call(rank, world, norms, columns, dtypes, errors, words):
+    with pytest.raises(errors[rank], match=words[rank]):
+        norms[rank](torch.zeros(2, columns[rank], dtype=dtypes[rank]))
+
+
+WIDE, DTYPES = "3 in rank 0, 4 in rank 1", "float32 in rank 0, torch.float64 in rank 1"
+FLOATS = [torch.float32] * 2
 FAULTS = {
-    "models differ": ((bare(3), bare(4)), ((2, 3), (2, 4)), "ShapeError", "3 in rank 0, 4 in rank 1"),
-    "dtypes differ": ((bare(3), bare(3)), ((2, 3), (2, 3)), "DtypeError", "float32 in rank 0, torch.float64 in rank 1"),
+    "models differ": ((bare(3), bare(4)), (3, 4), FLOATS, [pr.ShapeError] * 2, [WIDE] * 2),
+    "dtypes differ": ((bare(3), bare(3)), (3, 3), [torch.float32, torch.float64], [pr.DtypeError] * 2, [DTYPES] * 2),
+    "a wrong input in one process": (
+        *((bare(3), bare(3)), (3, 4), FLOATS),
+        *([pr.CommunicationError, pr.ShapeError], ["The backend", "3 channels"]),
+    ),
 }
 
 
-@pytest.mark.parametrize("norms, shapes, error, words", FAULTS.values(), ids=FAULTS)
-def test_what_differs_between_processes_is_an_error_in_each(norms, shapes, error, words):
-    dtypes = [torch.float32, torch.float64 if error == "DtypeError" else torch.float32]
-    for name, text, _ in outcomes(call, norms, shapes, dtypes, wait=5):
-        assert name == error
-        assert words in text
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_differs_between_processes_is_an_error_in_each(fault):
+    check_in_processes(call, *FAULTS[fault], wait=5)
 
 
-def test_a_wrong_input_in_one_process_ends_all():
-    found = outcomes(call, (bare(3), bare(3)), ((2, 3), (2, 4)), [torch.float32] * 2, wait=5)
-    assert found[1][0] == "ShapeError"
-    assert "3 channels" in found[1][1]
-    assert found[0][0] == "CommunicationError"
+def wait_for_nobody(rank, world, seconds):
+    norm = pr.nn.SyncBatchNorm(C)
+    norm(torch.randn(2, C))
+    if rank == 1:
+        time.sleep(seconds)
+        # Without a word to the others.
+        os._exit(0)
+    with pytest.raises(
+        pr.CommunicationError, match="rank 0 of 2 waited for one that has ended, has not come, or sends"
+    ):
+        norm(torch.randn(2, C))
 
 
-@pytest.mark.parametrize("fault", [die, wait_for_nobody])
-def test_a_process_that_is_gone_is_an_error_in_the_others(fault):
-    name, text, _ = outcomes(fault, wait=1)[0]
-    assert name == "CommunicationError"
-    assert "rank 0 of 2 waited for one that has ended, has not come, or sends nothing" in text
+@pytest.mark.parametrize("seconds", [0, 2])
+def test_a_process_that_is_gone_is_an_error_in_the_others(seconds):
+    check_in_processes(wait_for_nobody, seconds, wait=1)
 
 
 # Conversion, in one process.
