@@ -3,19 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
-from perf.calls import Operands, randoms
+from perf.calls import Call, Operands, Step, randoms
 from perf.ops.record import Op
 from perf.ops.samples import Sample, make_samples, sample, shaped
 from perf.ops.workload import Workload
 from primitives._core import registered_primitives
+from primitives.ops.row_maps import RowMap
 
 
 class RowMapOperands(Operands):
-    """Operands of a map along `dim`; its derivatives take its output `y`, or x and the statistics of x."""
+    """Operands of a map along `dim`; its derivatives take its output `y`, or x and the statistic of x."""
+
+    # One by a statistic, which has its launchers.
+    MAP: ClassVar[RowMap | None] = None
+
+    @classmethod
+    def modes(cls) -> dict[str, Any]:
+        """The launchers, of a map by a statistic too."""
+        if cls.MAP is None:
+            return super().modes()
+        return {name.removeprefix(f"{cls.op()}_"): each for name, each in vars(cls.MAP.launchers()).items()}
+
+    def _step(self, step: Step) -> Call:
+        kept = "y" if self.MAP is None else "x"
+        return super()._step(step._replace(results=[kept if name == "y" else name for name in step.results]))
 
     @classmethod
     def draw(cls, shape: Sequence[int], dim: int, dtype: torch.dtype = torch.float32) -> Any:
@@ -33,6 +48,19 @@ class RowMapOperands(Operands):
     def derived(self) -> dict[str, Any]:
         """The dtype of x, and its statistics."""
         return {**super().derived(), "x_dtype": self.x.dtype}
+
+
+def map_by_statistic(of: RowMap, options: dict[str, float], **parts: Any) -> Op:
+    """The record of a map by a statistic, with the plans and workloads of log-softmax, and these numbers as options.
+
+    Args:
+        of: The map.
+        options: What kernels are compiled and executed with.
+        **parts: As of `row_map`.
+    """
+    name = of.ops["fwd"].name
+    operands: Any = type(name, (RowMapOperands,), {"MODULES": (name,), "MAP": of, "DEFAULTS": options})
+    return row_map(name, operands, like="log_softmax", **parts)
 
 
 def row_map(

@@ -68,6 +68,7 @@ class Op:
         family: Name of the op whose primitives it calls, where not its own. The work of torch and compilers on a
             primitive is tested with the op of that name alone.
         function_name: Of the public function, where that is not the name of the op.
+        like: Name of the op whose lines of the tables of calls and workloads it has too, instead of its own.
     """
 
     name: str
@@ -100,6 +101,7 @@ class Op:
     num_kept: int = 1
     family: str = ""
     function_name: str = ""
+    like: str = ""
 
     def __post_init__(self) -> None:
         for name, functions in (("function", pr.functional), ("torch_function", F)):
@@ -111,15 +113,16 @@ class Op:
     @property
     def modes(self) -> tuple[str, ...]:
         """Those whose calls are known; the bench's of an op that has no kernels of its own."""
-        return tuple(steps().get(self.name, KERNEL_MODES))
+        return tuple(steps().get(self.like or self.name, KERNEL_MODES))
 
     def calls(self, workload: Workload, mode: str) -> list[Call]:
         """The calls of launchers that a mode of a workload makes, on random numbers."""
-        return self.operands(workload).steps(self.name, mode)
+        return self.operands(workload).steps(self.like or self.name, mode)
 
     def workloads(self, use: str) -> tuple[Workload, ...]:
         """Those that the table has for a use."""
-        return workloads_of(self.name, use, self.modes)
+        found = workloads_of(self.like or self.name, use, self.modes)
+        return tuple(dataclasses.replace(workload, op=self.name) for workload in found)
 
     def sibling(self, name: str, arguments: tuple[str, ...], **changes: Any) -> Op:
         """The record of another op on the same primitives, with these of the arguments, and few of the samples."""

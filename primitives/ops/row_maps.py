@@ -13,13 +13,18 @@ differentiate the references of these.
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Callable
 from operator import attrgetter
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from primitives._core import Primitive, value_and_jvp
+from primitives._core import Primitive, triton_kernels_module, value_and_jvp
+from primitives._core.trees.leaves import map_tensors
+from primitives.ops import arguments
 from primitives.ops.axes import Axes, def_axes
 from primitives.ops.rules import accumulation_dtype, bind_family, called, define, empty_output, second_order
 
@@ -48,9 +53,10 @@ class RowMap:
         second_order: Where second order has kernels: `(y_bar, k, x_dot, *options)`, the part of the gradient of L for
             k, and `(y_bar, k, k_dot, *options)`, what the tangent of k adds to that of x_bar.
         by_aten: `bwd` by one call of ATen, of which the kernels for the CPU are made.
-        room: The package of `kernels` in which a module that is named after `value` has launchers.
+        launchers: Returns what has the launchers as attributes; `kernels.softmax` has a module of them for its maps.
 
     Attributes:
+        launchers: As given.
         ops: The primitives by what follows the name of `value` in theirs: `fwd` the value itself, `bwd`, `jvp`,
             `fwd_jvp` and, of second order, `double_backward` and `bwd_jvp`. The launchers are named so.
     """
@@ -58,7 +64,7 @@ class RowMap:
     def __init__(
         self, value: Primitive, kept: str, options: str, bwd: Formula, jvp: Formula | None = None,
         second_order: tuple[Formula, Formula] | None = None, *, by_aten: Formula | None = None,
-        room: str = "softmax",
+        launchers: Callable[[], Any] | None = None,
     ) -> None:  # fmt: skip
         self.ops = {"fwd": value}
         self._kept, self._options = kept, [option.split()[-1] for option in options.split(", ")]
@@ -82,7 +88,8 @@ class RowMap:
             schema = f"(Tensor y_bar, {tensors}, {dots}, {of_vjp}) -> Tensor x_bar_dot"
             self._make("bwd_jvp", schema, self._run_bwd_jvp)
             self._define_second_order(is_symmetric=jvp is None)
-        bind_family(f"{room}.{value.name}", value.name, *self.ops.values())
+        self.launchers = launchers or functools.partial(triton_kernels_module, f"softmax.{value.name}")
+        bind_family(self.launchers, value.name, *self.ops.values())
         # A call may be cut along every axis but that of the map.
         statistics = "".join(f", {name}: *before *after" for name in value.spec.statistics)
         of = f"x y output mask: *before row *after{statistics}"
@@ -157,3 +164,29 @@ class RowMap:
                     **({"x_dtype": r.y.dtype} if self._dtype else {}),
                 )
             )
+
+
+def over_axis(
+    name: str, of_rows: Callable[[Tensor, Any, int], Tensor], input: Any, dim: int | None, *, namespace: str,
+    dtype: torch.dtype | None = None, mask: Any = None, stacklevel: int = 3,
+) -> Any:  # fmt: skip
+    """What `of_rows` makes of every tensor of `input`, with a mask of its shape, and of the axis, from 0 on.
+
+    Tensors that are not floating point become `dtype` first. Without `dim` torch's rule chooses the axis.
+    """
+    check = functools.partial(arguments.softmax, name, dim=dim, dtype=dtype)
+
+    def compute(x: Tensor, mask: Tensor | None) -> Tensor:
+        # The axis that torch chooses when none is given.
+        axis = int(x.dim() not in (0, 1, 3)) if dim is None else dim
+        if not x.is_floating_point():
+            x = x.to(dtype)
+        # A number has one axis to torch's softmax; the primitive wants it spelled out.
+        rows = x if x.dim() > 0 else x.reshape(1)
+        y = of_rows(rows, None if mask is None else mask.expand(rows.shape), axis % rows.dim())
+        return y if x.dim() > 0 else y.reshape(())
+
+    if dim is None:
+        message = f"{name}: choosing dim implicitly is deprecated; pass dim=."
+        warnings.warn(message, UserWarning, stacklevel=stacklevel)
+    return map_tensors(name, check, compute, input, {"mask": mask}, namespace=namespace)

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from itertools import compress
 from operator import attrgetter
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, get_type_hints
 
 import torch
@@ -62,22 +62,24 @@ def masked(x: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     return (u + mask.to(x.dtype)).masked_fill(mask == -torch.inf, -torch.inf)
 
 
-def bind_family(module: str, prefix: str, value: Primitive, *ops: Primitive, **constants: bool | int) -> None:
+def bind_family(
+    module: str | Callable[[], Any], prefix: str, value: Primitive, *ops: Primitive, **constants: bool | int
+) -> None:
     """`bind_kernels` of operators named after `value`: `<prefix>_fwd` for that, `<prefix>_bwd` for its `_bwd`."""
     for op in (value, *ops):
         bind_kernels(op, module, f"{prefix}{op.name.removeprefix(value.name) or '_fwd'}", **constants)
 
 
-def bind_kernels(op: Primitive, module: str, name: str, **constants: bool | int) -> None:
-    """Make the launcher `name` of `kernels.<module>` the CUDA kernel of `op`.
+def bind_kernels(op: Primitive, module: str | Callable[[], Any], name: str, **constants: bool | int) -> None:
+    """Make the launcher `name` of `kernels.<module>`, or of what a function returns, the CUDA kernel of `op`.
 
     The launcher gets the arguments of `op`, and the `constants`, that its own parameters are named after, and its
     defaults for others; the module is imported at the first call.
     """
 
     @functools.cache
-    def loaded() -> tuple[ModuleType, Callable[[Sequence[Any]], tuple], tuple]:
-        launchers = triton_kernels_module(module)
+    def loaded() -> tuple[Any, Callable[[Sequence[Any]], tuple], tuple]:
+        launchers = triton_kernels_module(module) if isinstance(module, str) else module()
         parameters = inspect.signature(getattr(launchers, name)).parameters
         # By position, which launch recipes ask for.
         others = {key: parameter.default for key, parameter in parameters.items()} | constants

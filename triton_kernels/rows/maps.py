@@ -10,7 +10,7 @@ and `EMIT`, for operands x and numbers r of a row, which end with the scale if t
     bwd_jvp_terms(x, p, r, mask), bwd_jvp_emit(x, p, r, s, mask, num_cols)
         x are y_bar, k, y_bar_dot and k_dot; the one tile that is written is that of x_bar_dot
     fwd_terms(x, p, r, mask), fwd_emit(x, p, r, s, mask, num_cols)
-        of a map that keeps no numbers, if it needs no more than plain sums: x are x and x_dot, for y and y_dot
+        if the map needs no more than plain sums: x are x and x_dot, for y and y_dot; the first sums are its numbers
 
 `RowMapKernels` makes the kernels of them, and, of what each result takes, the launchers.
 """
@@ -92,7 +92,7 @@ class RowMapKernels:
             "bwd_jvp": {"x": ("y_bar", k, "y_bar_dot", f"{k}_dot"), "r": self.numbers, "out": ("x_bar_dot",)},
         }
         if isinstance(self.forward, tuple):
-            tables["fwd"] = {"x": ("x", "x_dot"), "out": ("y", "y_dot")}
+            tables["fwd"] = {"x": ("x", "x_dot"), "out": ("y", "y_dot"), "s": self.numbers}
         for role, table in tables.items():
             slots: dict[str, Any] = {slot: self.functions.get(f"{role}_{slot}") for slot in ("terms", "emit")}
             name = f"{self.module.rpartition('.')[2]}_{role}_kernel"
@@ -140,8 +140,9 @@ class RowMapKernels:
         )
         return tunable(launcher)
 
-    def _fwd(self, given: Mapping[str, Any]) -> Tensor:
-        return self._fwd_jvp(given)[0]
+    def _fwd(self, given: Mapping[str, Any]) -> Any:
+        results = self._fwd_jvp(given)
+        return tuple(results) if len(results) > 1 else results[0]
 
     def _fwd_jvp(self, given: Mapping[str, Any]) -> list[Tensor]:
         if callable(self.forward):
@@ -150,8 +151,14 @@ class RowMapKernels:
         x, inputs = given["x"], {"x": given["x"], "x_dot": given.get("x_dot")}
         names = ("y", "y_dot")[: 1 + ("x_dot" in given)]
         outputs = {name: torch.empty(x.shape, dtype=x.dtype, device=x.device) for name in names}
-        self._launch("fwd", inputs, {"y_dot": None, **outputs}, self.forward, self.forward[: len(names)], given)
-        return [*outputs.values()]
+        shape = [size for dim, size in enumerate(x.shape) if dim != given["dim"]]
+        # No kernel sums up rows without columns.
+        make = x.new_empty if x.numel() else x.new_zeros
+        numbers = {name: make(shape, dtype=accumulation_dtype(x.dtype)) for name in self.numbers}
+        parts = self.forward[: len(names)]
+        self._launch("fwd", inputs, {"y_dot": None, **outputs}, self.forward, parts, given, row_outputs=numbers)
+        y, *dots = outputs.values()
+        return [y, *numbers.values(), *dots]
 
     def _jvp(self, given: Mapping[str, Any]) -> Tensor:
         return self._gradients(given, (True, False, False))[0]
@@ -191,6 +198,7 @@ class RowMapKernels:
     def _launch(
         self, role: str, inputs: Mapping[str, Tensor | None], outputs: Mapping[str, Tensor | None],
         every: Sequence[Part], parts: Sequence[Part], given: Mapping[str, Any], num_results: int = 0,
+        row_outputs: Mapping[str, Tensor | None] | None = None,
     ) -> None:  # fmt: skip
         sums = {place for part in parts for place in part.sums}
         summed = [name for name in inputs if any(name in part.summed for part in parts)]
@@ -203,6 +211,7 @@ class RowMapKernels:
             RowSums(1 + max(place for part in every for place in part.sums), summed, sum(1 << place for place in sums)),
             writes,
             statistics={name: given[name] for name in self.numbers if name in given},
+            row_outputs=row_outputs,
             num_results=num_results,
             **{f"NUMBER_{place}": number for place, number in enumerate(self.constants(given))},
             **scale_bits(given.get("scale")),

@@ -237,6 +237,18 @@ def as_tiles(numbers: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def number(tile):
+    """One of `as_tiles`: 0 of `nothing()`."""
+    return tile if tile.type.is_block() else 0.0
+
+
+@triton.jit
+def power(base, exponent):
+    """`base ** exponent` of a base that is not negative."""
+    return tl.where(exponent == 0.0, 1.0, tl.exp2(exponent * tl.log2(base)))
+
+
+@triton.jit
 def store_tiles(ptrs, values, offsets, mask):
     """Store each value in the dtype of its memory; a pointer that is None wants nothing."""
     for i in tl.static_range(len(values)):

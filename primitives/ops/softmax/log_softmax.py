@@ -20,20 +20,15 @@ as it is read. Sums are taken in float32, in float64 for float64 y.
 
 from __future__ import annotations
 
-import functools
-import warnings
-from collections.abc import Callable
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from primitives._core import Primitive
-from primitives._core.trees.leaves import map_tensors
 from primitives._core.typing import PyTree
 from primitives._repair.plain import is_plain_on_cpu
-from primitives.ops import arguments
-from primitives.ops.row_maps import RowMap
+from primitives.ops.row_maps import RowMap, over_axis
 from primitives.ops.rules import accumulation_dtype, output_in_float32
 
 log_softmax_p = Primitive(
@@ -148,32 +143,9 @@ def log_softmax(
     def of_rows(x: Tensor, _: None, axis: int) -> Tensor:
         return log_softmax_p(x, axis, dtype)
 
-    return over_axis("log_softmax", of_rows, input, dim, dtype, None, _stacklevel, namespace)
+    return over_axis("log_softmax", of_rows, input, dim, namespace=namespace, dtype=dtype, stacklevel=_stacklevel)
 
 
 def is_torchs(x: Any, dim: int | None, dtype: torch.dtype | None) -> bool:
     """Whether torch's own kernel computes this."""
     return type(dim) is int and dtype is None and is_plain_on_cpu(x)
-
-
-def over_axis(
-    name: str, of_rows: Callable[[Tensor, Any, int], Tensor], input: Any, dim: int | None, dtype: torch.dtype | None,
-    mask: Any, stacklevel: int, namespace: str,
-) -> Any:  # fmt: skip
-    """What `of_rows` makes of every tensor of `input`, with a mask of its shape, and of its axis."""
-    check = functools.partial(arguments.softmax, name, dim=dim, dtype=dtype)
-
-    def compute(x: Tensor, mask: Tensor | None) -> Tensor:
-        # The axis that torch chooses when none is given.
-        axis = int(x.dim() not in (0, 1, 3)) if dim is None else dim
-        if not x.is_floating_point():
-            x = x.to(dtype)
-        # A number has one axis to torch's softmax; the primitive wants it spelled out.
-        rows = x if x.dim() > 0 else x.reshape(1)
-        y = of_rows(rows, None if mask is None else mask.expand(rows.shape), axis % rows.dim())
-        return y if x.dim() > 0 else y.reshape(())
-
-    if dim is None:
-        message = f"{name}: choosing dim implicitly is deprecated; pass dim=."
-        warnings.warn(message, UserWarning, stacklevel=stacklevel)
-    return map_tensors(name, check, compute, input, {"mask": mask}, namespace=namespace)

@@ -43,9 +43,9 @@ from primitives._core.errors import DtypeError
 from primitives._core.typing import Prefix, PyTree
 from primitives.ops import arguments
 from primitives.ops.arguments import LOW_PRECISION
-from primitives.ops.row_maps import RowMap
+from primitives.ops.row_maps import RowMap, over_axis
 from primitives.ops.rules import accumulation_dtype, masked, output_in_float32
-from primitives.ops.softmax.log_softmax import aten_serves, is_torchs, over_axis
+from primitives.ops.softmax.log_softmax import aten_serves, is_torchs
 
 softmax_p = Primitive(
     "softmax",
@@ -209,7 +209,8 @@ def softmax(
     if isinstance(scale, torch.Tensor):
         raise DtypeError("softmax: scale must be a number, got a Tensor. Multiply input by it.")
     arguments.number("softmax", "scale", scale)
-    return over_axis("softmax", _scaled(scale, dtype), input, dim, dtype, mask, _stacklevel, namespace)
+    more: Any = {"namespace": namespace, "dtype": dtype, "mask": mask, "stacklevel": _stacklevel}
+    return over_axis("softmax", _scaled(scale, dtype), input, dim, **more)
 
 
 def softmin(
@@ -228,7 +229,8 @@ def softmin(
         >>> pr.functional.softmin(torch.zeros(2), dim=0)
         tensor([0.5000, 0.5000])
     """
-    return over_axis("softmin", _scaled(-1.0, dtype), input, dim, dtype, mask, _stacklevel, namespace)
+    more: Any = {"namespace": namespace, "dtype": dtype, "mask": mask, "stacklevel": _stacklevel}
+    return over_axis("softmin", _scaled(-1.0, dtype), input, dim, **more)
 
 
 def _scaled(scale: float, dtype: torch.dtype | None) -> Callable[[Tensor, Any, int], Tensor]:
