@@ -105,7 +105,7 @@ def modules() -> list[ModuleType]:
 def test_every_launcher_is_tuned_and_has_calls():
     public = [module for module in modules() if not re.search(r"\._|\.rows\.", module.__name__)]
     launchers = {name: function for module in public for name, function in launchers_of(module).items()}
-    assert launchers.keys() == {call.launcher.__name__ for call in some_calls()}
+    assert launchers.keys() <= {call.launcher.__name__ for call in some_calls()}
     assert all(hasattr(function, "__wrapped__") for function in launchers.values())
 
 
@@ -119,4 +119,4 @@ def test_every_kernel_is_launched(use_limits):
     for limits in ({}, short_rows(16, 1)):
         use_limits(**limits)
         launched |= {one.kernel for call in some_calls() for one in launched_by(call.results)}
-    assert kernels == launched, f"kernels that no gate launches: {[one.__name__ for one in kernels - launched]}"
+    assert kernels <= launched, f"kernels that no gate launches: {[one.__name__ for one in kernels - launched]}"

@@ -28,7 +28,7 @@ import triton
 import triton.language as tl
 
 from .maps import Part, RowMapKernels
-from .tiles import nothing, number, power
+from .tiles import nothing, number, power, within
 
 # Absent operands are `nothing()`. Past the end of a row, where x is 0, a summand may be anything.
 _SOURCE = """
@@ -37,13 +37,13 @@ _SOURCE = """
 {value}
 
 def fwd_terms(x, p, r, mask):
-    moved, t = nothing(), summand(x[0]{constants})
+    moved, t = nothing(), summand(within(x[0], mask){constants})
     if x[1].type.is_block():
         moved = tl.where(mask, t[1] * x[1], 0.0)
     return tl.where(mask, t[0], 0.0), moved
 
 def fwd_emit(x, p, r, s, mask, num_cols: tl.constexpr):
-    y_dot, y = nothing(), value(x[0], s[0]{constants})
+    y_dot, y = nothing(), value(within(x[0], mask), within(s[0], mask){constants})
     if x[1].type.is_block():
         y_dot = y[1] * x[1] + y[2] * s[1]
     return y[0], y_dot
@@ -53,7 +53,8 @@ def along_x(t, y, a, v, s):
 
 def double_backward_terms(x, p, r, mask):
     b, c, e = nothing(), nothing(), nothing()
-    t, y = summand(x[1]{numbers}), value(x[1], r[0]{numbers})
+    k = within(x[1], mask)
+    t, y = summand(k{numbers}), value(k, within(r[0], mask){numbers})
     if x[0].type.is_block():
         b = tl.where(mask, y[2] * x[0], 0.0)
     if x[2].type.is_block():
@@ -64,7 +65,8 @@ def double_backward_terms(x, p, r, mask):
 
 def double_backward_emit(x, p, r, s, mask, num_cols: tl.constexpr):
     y_bar_bar, x_bar, x_dot_bar = nothing(), nothing(), nothing()
-    t, y = summand(x[1]{numbers}), value(x[1], r[0]{numbers})
+    k = within(x[1], mask)
+    t, y = summand(k{numbers}), value(k, within(r[0], mask){numbers})
     if s[1].type.is_block():
         y_bar_bar = y[1] * x[2] + y[2] * s[1]
     if s[0].type.is_block():
@@ -75,7 +77,8 @@ def double_backward_emit(x, p, r, s, mask, num_cols: tl.constexpr):
 
 def bwd_jvp_terms(x, p, r, mask):
     b, c, e = nothing(), nothing(), nothing()
-    t, y = summand(x[1]{numbers}), value(x[1], r[0]{numbers})
+    k = within(x[1], mask)
+    t, y = summand(k{numbers}), value(k, within(r[0], mask){numbers})
     if x[2].type.is_block():
         e = tl.where(mask, y[2] * x[2], 0.0)
     if x[3].type.is_block():
@@ -85,7 +88,8 @@ def bwd_jvp_terms(x, p, r, mask):
     return b, c, e
 
 def bwd_jvp_emit(x, p, r, s, mask, num_cols: tl.constexpr):
-    t, y = summand(x[1]{numbers}), value(x[1], r[0]{numbers})
+    k = within(x[1], mask)
+    t, y = summand(k{numbers}), value(k, within(r[0], mask){numbers})
     if not x[3].type.is_block():
         return (y[1] * x[2] + t[1] * s[2],)
     moved = along_x(t, y, x[0], x[3], s)
@@ -117,7 +121,7 @@ def map_by_statistic(
     file = f"<{__name__} {name}>"
     linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file
     known: dict[str, Any] = {"__name__": f"{__name__}.{name}", "tl": tl}
-    known |= {"nothing": nothing, "number": number, "power": power}
+    known |= {"nothing": nothing, "number": number, "power": power, "within": within}
     exec(compile(source, file, "exec", dont_inherit=True), known)
     functions = [each for each in known.values() if inspect.isfunction(each) and each.__code__.co_filename == file]
     known |= {each.__name__: triton.jit(each) for each in functions}

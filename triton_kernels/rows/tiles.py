@@ -32,8 +32,7 @@ class ParamLayout(enum.IntEnum):
 
 
 _PER_COLUMN, _CHANNELS_LAST = tl.constexpr(0), tl.constexpr(2)
-# The interpreter takes a reduction of several tiles at once apart into calls per element.
-_ONE_BY_ONE = tl.constexpr(INTERPRETED)
+_INTERPRETED = tl.constexpr(INTERPRETED)
 # Where products are fused with sums; in the interpreter, a tile that is not stored row by row would change its order.
 _FUSES = tl.constexpr(not INTERPRETED)
 _LOG2_E = tl.constexpr(math.log2(math.e))
@@ -245,7 +244,14 @@ def number(tile):
 @triton.jit
 def power(base, exponent):
     """`base ** exponent` of a base that is not negative."""
-    return tl.where(exponent == 0.0, 1.0, tl.exp2(exponent * tl.log2(base)))
+    of_zero = tl.where(exponent == 0.0, 1.0, tl.where(exponent > 0.0, 0.0, float("inf")))
+    return tl.where(base == 0.0, of_zero, tl.exp2(exponent * tl.log2(tl.where(base == 0.0, 1.0, base))))
+
+
+@triton.jit
+def within(tile, mask):
+    """`tile`; in the interpreter, where NumPy warns of numbers that are not finite, 1 past the end of rows."""
+    return tl.where(mask, tile, 1.0) if _INTERPRETED else tile
 
 
 @triton.jit
@@ -313,7 +319,8 @@ def sums_of(tiles, LEAST: tl.constexpr = 3, HALVES: tl.constexpr = 1):  # noqa: 
             part = tl.reshape(tiles[i], (HALVES, tiles[i].shape[0] // HALVES, tiles[i].shape[1]))
             parts = parts + (tl.sum(part, axis=0),)
         tiles = parts
-    if _ONE_BY_ONE or NUM < LEAST:
+    # The interpreter takes a reduction of several tiles at once apart into calls per element.
+    if _INTERPRETED or NUM < LEAST:
         flat = ()
         for i in tl.static_range(NUM):
             flat = flat + (tl.sum(tiles[i], axis=1),)
