@@ -244,8 +244,9 @@ def number(tile):
 @triton.jit
 def power(base, exponent):
     """`base ** exponent` of a base that is not negative."""
-    of_zero = tl.where(exponent == 0.0, 1.0, tl.where(exponent > 0.0, 0.0, float("inf")))
-    return tl.where(base == 0.0, of_zero, tl.exp2(exponent * tl.log2(tl.where(base == 0.0, 1.0, base))))
+    found = tl.exp2(exponent * tl.log2(tl.where(base == 0.0, 1.0, base)))
+    found = tl.where(base == 0.0, tl.where(exponent > 0.0, 0.0, float("inf")), found)
+    return tl.where(exponent == 0.0, 1.0, found)
 
 
 @triton.jit
