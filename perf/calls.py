@@ -140,12 +140,16 @@ class Operands:
         return cls.MODULES[0].rpartition(".")[2]
 
     @classmethod
+    def launchers(cls) -> dict[str, Callable[..., Any]]:
+        """The launchers of the op, in their order, by name."""
+        modules = [importlib.import_module(f"primitives.kernels.{name}") for name in cls.MODULES]
+        return {name: launcher for module in modules for name, launcher in launchers_of(module).items()}
+
+    @classmethod
     @functools.cache
     def modes(cls) -> dict[str, Callable[..., Any]]:
-        """The launchers of the op, in their order, by their names without that of the op."""
-        modules = [importlib.import_module(f"primitives.kernels.{name}") for name in cls.MODULES]
-        launchers = {name: launcher for module in modules for name, launcher in launchers_of(module).items()}
-        return {name.removeprefix(f"{cls.op()}_"): launcher for name, launcher in launchers.items()}
+        """The launchers by their names without that of the op."""
+        return {name.removeprefix(f"{cls.op()}_"): launcher for name, launcher in cls.launchers().items()}
 
     def call(self, mode: str, output_mask: Sequence[bool] | None = None) -> Call:
         """A call of one mode, by default of all its results."""

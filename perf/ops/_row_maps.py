@@ -22,11 +22,9 @@ class RowMapOperands(Operands):
     MAP: ClassVar[RowMap | None] = None
 
     @classmethod
-    def modes(cls) -> dict[str, Any]:
+    def launchers(cls) -> dict[str, Any]:
         """The launchers, of a map by a statistic too."""
-        if cls.MAP is None:
-            return super().modes()
-        return {name.removeprefix(f"{cls.op()}_"): each for name, each in vars(cls.MAP.launchers()).items()}
+        return super().launchers() if cls.MAP is None else vars(cls.MAP.launchers())
 
     def _step(self, step: Step) -> Call:
         kept = "y" if self.MAP is None else "x"
