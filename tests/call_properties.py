@@ -162,35 +162,13 @@ def batched(value: Tensor, axis: int) -> Tensor:
     return torch.stack([value * (1 + 0.25 * i) + 0.125 * i for i in range(BATCH)], dim=axis)
 
 
-def with_its_statistics(call: Call, args: list) -> list:
-    """`args` of `call` with the statistics that it takes, those of x: implementations may recompute them."""
-    options = dict(zip(call.names, args, strict=True))
-    if "smoothing" in options and "lse" in options:
-        true = options["x"].logsumexp(options["dim"])
-        return [true + 0 * arg if n == "lse" else arg for n, arg in zip(call.names, args, strict=True)]
-    if "rstd" not in options:
-        return args
-    # Groups of channels have the last two axes.
-    x, norm_ndim = (
-        options["x" if "x" in options else "s"],
-        options.get("norm_ndim", 2 if "group" in str(call) else None),
-    )
-    axes = [i for i in range(x.dim()) if i != 1] if norm_ndim is None else list(range(-norm_ndim, 0))
-    variance, mean = torch.var_mean(x, axes, correction=0)
-    if not options.get("centered", True):
-        variance, mean = x.square().mean(axes), torch.zeros(())
-    true = {"mean": mean, "rstd": (variance + options["eps"]).rsqrt()}
-    # A given one still counts as batched or not.
-    return [true[n] + 0 * arg if n in true else arg for n, arg in zip(call.names, args, strict=True)]
-
-
 def check_vmap_of_call(call: Call, axis: int, chosen: Iterable[Sequence[int]]) -> None:
     """`vmap` of a primitive over each of the chosen sets of its tensors equals the loop; the axis lies at `axis`."""
     tensors = [call.args[i] for i in call.tensors]
 
     def function(*tensors: Tensor) -> tuple[Tensor, ...]:
         given = dict(zip(call.tensors, tensors, strict=True))
-        return call.outputs(with_its_statistics(call, [given.get(i, a) for i, a in enumerate(call.args)]))
+        return call.outputs([given.get(i, a) for i, a in enumerate(call.args)])
 
     # The first version of each argument is itself, whatever is batched.
     first = function(*tensors)

@@ -99,6 +99,18 @@ def assert_raises(
         assert isinstance(raised.value, theirs.type), f"torch raises {theirs.type.__name__}: {theirs.value}"
 
 
+def noting(note: Callable[[torch.fx.GraphModule], Any]) -> Any:
+    """A backend of `torch.compile` that tells `note` of each graph, forward and backward, and runs it as it is."""
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+
+    def compiler(module: torch.fx.GraphModule, _: Any) -> Any:
+        note(module)
+        return make_boxed_func(module.forward)
+
+    return aot_autograd(fw_compiler=compiler, bw_compiler=compiler)
+
+
 def torchs_module(name: str) -> Any:
     """Torch's entry of a module of its own: the table takes seconds to make, and few processes run such tests."""
     from torch.testing._internal.common_modules import module_db

@@ -7,15 +7,13 @@ from typing import NamedTuple
 import optree
 import pytest
 import torch
-from functorch.compile import make_boxed_func
-from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.func import grad, jvp, vjp, vmap
 
 from perf.ops.samples import normal
 from primitives.testing import check_rule
 from tests.custom_ops import Affine, affine, arguments, cube, operator, plain_affine, trees_close
-from tests.support import assert_close
+from tests.support import assert_close, noting
 
 OVERLOAD = torch.ops.tests.affine.default
 W, B, X = arguments()
@@ -141,12 +139,8 @@ def compiled(function, *args):
     """The result, and the operators that the graphs hold."""
     targets = set()
 
-    def note(graph, inputs):
-        targets.update(node.target for node in graph.graph.nodes)
-        return make_boxed_func(graph)
-
     torch._dynamo.reset()
-    backend = aot_autograd(fw_compiler=note, bw_compiler=note)
+    backend = noting(lambda graph: targets.update(node.target for node in graph.graph.nodes))
     return torch.compile(function, fullgraph=True, backend=backend)(*args), targets
 
 

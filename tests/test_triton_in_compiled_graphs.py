@@ -16,7 +16,6 @@ import pytest
 import torch
 import triton
 from functorch.compile import make_boxed_func
-from torch._dynamo.backends.common import aot_autograd
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCacheDetails
 from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table, triton_kernel_wrapper_functional
@@ -38,6 +37,7 @@ from primitives.kernels.runtime.chips import CHIPS, use_chip
 from primitives.kernels.runtime.kernel import INTERPRETED, Kernel, intercept
 from primitives.ops.norms.layer_norm import NormOptions
 from primitives.testing._ptx.launching import StandInDriver
+from tests.support import noting
 
 pytestmark = [
     pytest.mark.skipif(INTERPRETED, reason="graphs hold kernels as Triton compiles them"),
@@ -302,11 +302,8 @@ def exported() -> list[dict]:
 def by_another_compiler() -> list[dict]:
     captured: list[dict] = []
 
-    def capture(module, inputs):
-        captured.append(content(module.graph))
-        return make_boxed_func(module.forward)
-
-    torch.compile(layer_norm, fullgraph=True, backend=aot_autograd(fw_compiler=capture))(*tensors(ROW_SHAPES))
+    backend = noting(lambda module: captured.append(content(module.graph)))
+    torch.compile(layer_norm, fullgraph=True, backend=backend)(*tensors(ROW_SHAPES))
     return captured
 
 

@@ -12,7 +12,6 @@ import torch
 from torch import _C
 
 from primitives._core.contexts import run_as_written
-from primitives._core.errors import BackendError
 
 __all__ = ["DEVICES", "NAMESPACES", "Registrations", "has_kernel"]
 
@@ -39,16 +38,7 @@ class Registrations:
         return bool(self._libraries)
 
     def add(self, kernels: Iterable[tuple[str, str, Callable[[Callable[..., Any]], Callable[..., Any]]]]) -> None:
-        """Register kernels, each as the name of an operator, a dispatch key, and a function of torch's own kernel.
-
-        Raises:
-            BackendError: If this torch does not hand out its own kernels.
-        """
-        if not hasattr(torch.library, "get_kernel"):
-            raise BackendError(
-                f"repair_torch needs torch.library.get_kernel, which torch {torch.__version__} does not have. Install "
-                "torch 2.11 or newer, or call primitives.functional."
-            )
+        """Register kernels, each as the name of an operator, a dispatch key, and a function of torch's own kernel."""
         libraries, names = {space: torch.library.Library(space, "IMPL") for space in NAMESPACES}, set()
         with warnings.catch_warnings():
             # Torch's own, where another package has a kernel: `warn_of_others` names it.

@@ -60,7 +60,7 @@ class repair_torch(Decorates):  # noqa: N801 - used like a function, as torch.se
     Results that were recorded while it held may be differentiated after it has ended.
 
     Raises:
-        BackendError: Inside a function that is being compiled, or if torch is older than 2.11.
+        BackendError: Inside a function that is being compiled.
 
     Warns:
         RuntimeWarning: If another package has registered kernels for the same operators.

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import primitives as pr
+from primitives._audit.nestings import nested, nested_by_autograd, nestings
 from tests.compiled.support import data, gradients, mlp, plainly, same
 from tests.nested_losses import LOSSES, NESTINGS, Net, biharmonic, penalty, plain
 
@@ -207,22 +208,6 @@ def test_batch_norm(loss):
 # Every order of forward and reverse mode.
 
 
-def reverse(f):
-    return lambda x: (torch.func.grad(f)(x) * V[0]).sum()
-
-
-def recorded(f):
-    def run(x):
-        x = x if x.requires_grad else x.clone().requires_grad_()
-        return (torch.autograd.grad(f(x), x, create_graph=True)[0] * V[0]).sum()
-
-    return run
-
-
-def forward(f):
-    return lambda x: torch.func.jvp(f, (x,), (V[0],))[1]
-
-
 def of_layer_norm(x):
     return pr.functional.layer_norm(x * x, (3,)).sin().sum()
 
@@ -244,33 +229,17 @@ def of_mlp(x):
 
 
 FUNCTIONS = (of_layer_norm, of_batch_norm, of_attention, of_mlp)
-MODES = {"f": forward, "r": reverse}
-
-
-def nestings(order):
-    return [kinds + kind for kinds in nestings(order - 1) for kind in MODES] if order else [""]
-
-
-def nested(kinds, f):
-    for kind in kinds:
-        f = MODES[kind](f)
-    return f
-
-
-def check_nesting(f, kinds):
-    truth = nested(kinds, f)(X[0])
-    for inner in range(len(kinds) + 1):
-        found = nested(kinds[inner:], plainly(nested(kinds[:inner], f)))(X[0])
-        same(found, truth)
-
-
-BY_DAY = (of_batch_norm, "rf"), (of_attention, "fr")
+BY_DAY = (of_batch_norm, "fr"), (of_attention, "rf")
 OTHERS = [(f, kinds) for f in FUNCTIONS for order in (2, 3, 4) for kinds in nestings(order) if (f, kinds) not in BY_DAY]
 
 
 @pytest.mark.parametrize("f, kinds", [*BY_DAY, *(pytest.param(*each, marks=pytest.mark.nightly) for each in OTHERS)])
 def test_every_nesting(f, kinds):
-    check_nesting(f, kinds)
+    along = V[:1]
+    truth = nested(f, along, kinds)(X[0])
+    for outer in range(len(kinds) + 1):
+        step = plainly(nested(f, along, kinds[outer:]))
+        same(nested(step, along, kinds[:outer])(X[0]), truth)
 
 
 # Torch runs its attention of the CPU once for each sample.
@@ -306,10 +275,8 @@ def of_filled(x):
 @pytest.mark.parametrize("f", [of_layer_norm, of_attention, of_products, of_filled, *nightly(of_batch_norm, of_mlp)])
 @pytest.mark.parametrize("order", [2, *nightly(3)])
 def test_recorded_backward_passes(f, order):
-    compiled, truth = plainly(f), f
-    for _ in range(order):
-        compiled, truth = recorded(compiled), recorded(truth)
-    same(compiled(X[0]), truth(X[0]))
+    found, truth = (nested_by_autograd(each, V[:1], "r" * order)(X[0]) for each in (plainly(f), f))
+    same(found, truth)
 
 
 @pytest.mark.parametrize("kind", ["torch", "primitives"])
