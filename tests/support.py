@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -109,6 +110,12 @@ def noting(note: Callable[[torch.fx.GraphModule], Any]) -> Any:
         return make_boxed_func(module.forward)
 
     return aot_autograd(fw_compiler=compiler, bw_compiler=compiler)
+
+
+def in_another_thread(run: Callable[[], Any]) -> Any:
+    """What a function returns in a thread of its own."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(run).result()
 
 
 def torchs_module(name: str) -> Any:

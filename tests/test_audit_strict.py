@@ -7,10 +7,7 @@ import torch
 from torch import nn
 
 import primitives as pr
-
-
-def model():
-    return nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2))
+from tests.test_audit import model
 
 
 @pytest.mark.parametrize("converted", [False, True])

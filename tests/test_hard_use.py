@@ -8,6 +8,7 @@ import pickle
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -103,28 +104,14 @@ def test_another_process_makes_first_calls_in_many_threads_and_loads_models(mode
 
 def hammer(work, count=8):
     """Run `work(index)` in many threads at once, and raise what any of them raised."""
-    barrier, failures = threading.Barrier(count), []
-
-    def run(index):
-        try:
-            barrier.wait()
-            work(index)
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=run, args=(index,)) for index in range(count)]
-    interval = sys.getswitchinterval()
+    barrier, pool, interval = threading.Barrier(count), ThreadPoolExecutor(count), sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
+        for done in [pool.submit(lambda index=index: (barrier.wait(), work(index))) for index in range(count)]:
+            done.result(60)
     finally:
         sys.setswitchinterval(interval)
-    assert not any(thread.is_alive() for thread in threads)
-    if failures:
-        raise failures[0]
+        pool.shutdown(wait=False)
 
 
 def gradient(op):

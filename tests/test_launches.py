@@ -7,7 +7,6 @@ import concurrent.futures
 import gc
 import itertools
 import random
-import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -34,6 +33,7 @@ from primitives.kernels.runtime.launch_cache import repeatable
 from primitives.kernels.runtime.planned import set_advisor
 from primitives.testing._ptx.launching import StandInDriver
 from tests.kernels.calls import ROW_PLANS, channels_last, copying_calls, some_calls
+from tests.support import in_another_thread
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter has launches of its own")
 
@@ -216,12 +216,6 @@ def test_observers_see_launches_from_the_inside_out_and_an_interceptor_takes_the
     with pytest.raises(RuntimeError, match="refused"), intercept(refuse):
         launch()
     assert len(launched(launch)) == 1
-
-
-def in_another_thread(run):
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
 
 
 def test_watchers_of_other_threads_may_end_in_any_order_and_tracing_belongs_to_the_thread(kernel):

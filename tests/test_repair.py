@@ -3,7 +3,6 @@
 import copy
 import multiprocessing
 import re
-import threading
 import warnings
 import weakref
 
@@ -18,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import primitives as pr
 from primitives._audit.nestings import nested, perturbed_sum
 from primitives._repair import state
-from tests.support import noting, randn
+from tests.support import in_another_thread, noting, randn
 
 pytestmark = pytest.mark.usefixtures("seeded")
 X = (4, 3)
@@ -39,14 +38,9 @@ def test_what_was_recorded_inside_is_right_after_the_block_and_in_another_thread
         for _ in range(3):
             (gradient,) = torch.autograd.grad(h, x, create_graph=True)
             h = (gradient * v).sum()
-        found.append(h.detach())
+        return h.detach()
 
-    found = []
-    third()
-    thread = threading.Thread(target=third)
-    thread.start()
-    thread.join()
-    torch.testing.assert_close(torch.stack(found), truth.expand(2))
+    torch.testing.assert_close([third(), in_another_thread(third)], [truth, truth])
 
 
 def test_the_switch():
@@ -73,13 +67,9 @@ def test_the_switch():
         assert pr.is_repaired(), "a block of an older object leaves the process alone"
     finally:
         first.undo()
-    seen = []
     with pr.repair_torch():
-        thread = threading.Thread(target=lambda: seen.append(pr.is_repaired()))
-        thread.start()
-        thread.join()
+        assert not in_another_thread(pr.is_repaired)
         assert pr.is_repaired()
-    assert seen == [False]
     assert not pr.is_repaired()
     assert F.layer_norm(randn(*X).requires_grad_(), (3,)).grad_fn.metadata == {}
 
@@ -288,12 +278,8 @@ def test_a_block_ends_for_the_thread_that_entered_it():
             yield
 
     (generator := steps()).send(None)
-    found = []
-    closer = threading.Thread(target=lambda: (generator.close(), found.append(state.this_thread.num_contexts)))
-    closer.start()
-    closer.join()
+    assert in_another_thread(lambda: (generator.close(), state.this_thread.num_contexts)[1]) == 0
     assert not pr.is_repaired()
-    assert found == [0]
 
 
 def test_another_package_that_registered_for_an_operator_is_named(tmp_path):

@@ -104,4 +104,5 @@ def nested_tensors(*tensors: torch.Tensor) -> list[torch.Tensor]:
 
 
 def compiled(function: Any) -> Any:
+    torch._dynamo.reset()
     return torch.compile(function, fullgraph=True, backend="aot_eager")

@@ -9,10 +9,7 @@ import primitives as pr
 from primitives import func
 from primitives._core.errors import MissingRuleError
 
-
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(9)
+pytestmark = pytest.mark.usefixtures("seeded")
 
 
 def derivative(transform, function, primals, tangents):

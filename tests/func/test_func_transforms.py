@@ -9,14 +9,10 @@ import primitives as pr
 from perf.measuring import peak
 from primitives import func
 
+pytestmark = pytest.mark.usefixtures("seeded")
+
 TF = torch.nn.functional
 BOTH = (0, 1)
-
-
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(0)
-    torch._dynamo.reset()
 
 
 def pulled(function, cotangents, *args):

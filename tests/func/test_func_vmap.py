@@ -7,11 +7,7 @@ from func_trees import Batch, N, assert_tree, compiled, flat, leaves, nested_ten
 from perf.measuring import peak
 from primitives import func
 
-
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(5)
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("seeded")
 
 
 @pytest.mark.parametrize("transform", [func.vmap, func.chunk_vmap])

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 import primitives as pr
 from perf.measuring import peak
 from tests.call_properties import CallRecorder
+from tests.ops.losses.test_cross_entropy import truth
 from tests.support import normal, right_nestings
 
 N, D, C = 5, 3, 7
@@ -43,13 +44,7 @@ def true(vector, softcap=None, shift=False, z_loss=0.0, label_smoothing=0.0, wei
     h, labels = x @ linear_weight.mT + bias, LABELS
     h = h if softcap is None else softcap * torch.tanh(h / softcap)
     h, labels = (h[:, :-1], labels[:, 1:]) if shift else (h, labels)
-    h, labels = h.reshape(-1, C), labels.reshape(-1)
-    weight = torch.ones(C, dtype=h.dtype) if weight is None else weight
-    lse, kept, hit = h.logsumexp(-1), labels >= 0, torch.nn.functional.one_hot(labels.clamp(min=0), C)
-    t = ((1 - label_smoothing) * hit + label_smoothing / C) * weight
-    # The share of smoothing has the weights of its classes, a label its own.
-    rows = (t * (lse.unsqueeze(-1) - h)).sum(-1) + z_loss * lse * lse
-    return (rows * kept).sum() / (kept * (hit * weight).sum(-1)).sum()
+    return truth(h.reshape(-1, C), labels.reshape(-1), weight, "mean", label_smoothing, z_loss)
 
 
 @pytest.mark.parametrize("name", OPTIONS)
