@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 import primitives as pr
 from perf.measuring import peak
+from primitives.testing import check_rule
 from tests.call_properties import CallRecorder
 from tests.ops.losses.test_cross_entropy import truth
 from tests.support import normal, right_nestings
@@ -65,31 +66,11 @@ def loss_of(x, weight, bias, labels):
     return pr.functional.linear_cross_entropy(x, weight, labels, linear_bias=bias, chunk_rows=4, softcap=2.0).sin()
 
 
-def true_loss_of(x, weight, bias, labels):
-    return F.cross_entropy(2 * torch.tanh((x @ weight.mT + bias) / 2), labels).sin()
-
-
-# Samples of one model, each of which may have a gradient of the parameters; models on one sample; heads and labels.
-@pytest.mark.parametrize("batched", ["x labels", "weight bias", "x bias labels", "labels", "x"])
-@pytest.mark.parametrize("argnums", [(0,), (0, 1, 2)])
-def test_batches(batched, argnums):
-    shapes = {"x": (N, D), "weight": (C, D), "bias": (C,)}
-    axes = [0 if name in batched.split() else None for name in (*shapes, "labels")]
-    sizes = [(3, *shape) if axis == 0 else shape for shape, axis in zip(shapes.values(), axes[:3], strict=True)]
-    args = [normal(size, i) for i, size in enumerate(sizes)]
-    labels = torch.arange(3 * N).reshape(3, N) % C
-    args.append(labels if axes[3] == 0 else labels[0])
-
-    def derivatives(loss):
-        gradient = grad(loss, argnums)
-
-        def push(*args):
-            values, others = args[: len(argnums)], args[len(argnums) :]
-            return jvp(lambda *v: gradient(*v, *others), values, tuple(value.cos() for value in values))
-
-        return push
-
-    assert_close(*[vmap(derivatives(loss), tuple(axes))(*args) for loss in (loss_of, true_loss_of)])
+@pytest.mark.parametrize("property", ["vmap against loop", "derivatives under vmap"])
+@pytest.mark.parametrize("function", [loss_of, grad(loss_of, (0, 1, 2))], ids=["loss", "gradients"])
+def test_batches(function, property):
+    """Samples of one model, models on one sample, and of both."""
+    check_rule(function, property, (normal((N, D), 0), normal((C, D), 1), normal((C,), 2), torch.arange(N) % C))
 
 
 def test_a_batch_of_rows_is_one_call():
