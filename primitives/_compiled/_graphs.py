@@ -15,11 +15,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import _C, Tensor, _guards, fx
 from torch._C import _functorch  # type: ignore[attr-defined] - no stub
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch._subclasses.fake_tensor import UnsupportedOperatorException
 from torch.utils._python_dispatch import _disable_current_modes
 
 from primitives._compiled._simplified import (
@@ -166,6 +168,15 @@ def _outside_everything() -> Iterator[None]:
             _C._autograd._push_saved_tensors_default_hooks(*pair)  # type: ignore[attr-defined] - as above
 
 
+def _unlogged() -> Any:
+    """Context in which torch logs no frames, in C++ too, of an operator that raises: the error says enough."""
+    return mock.patch.object(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True)
+
+
+# Torch's words for some operators that want numbers for sizes.
+_NO_SYMBOLS = "on tensor with symbolic sizes/strides"
+
+
 def joint_graph(
     function: Recomputable,
     name: str,
@@ -192,7 +203,7 @@ def joint_graph(
 
         table = {**select_decomp_table(), **DECOMPOSITIONS, **FACTORED}
         _asked_ahead()
-    with _outside_everything(), torch.inference_mode(False), tracing_a_program(), subclasses_made():
+    with _outside_everything(), torch.inference_mode(False), tracing_a_program(), subclasses_made(), _unlogged():
         blanks = tuple(
             torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).requires_grad_(i in wanted)
             for i, x in enumerate(tensors)
@@ -200,8 +211,14 @@ def joint_graph(
         is_fixed = [not settings.dynamic or name.split("_dot")[0] in settings.fixed for name in names]
         pairs = zip(blanks, is_fixed, strict=True)
         axes = [[] if fixed else [k for k, n in enumerate(x.shape) if n > 1] for x, fixed in pairs]
-        given = Leaves.of(blanks, (*names,), "")
-        joint = traced("compile", lambda *xs: tuple(function(*xs)), given, axes, table=table, pure=True)
+        given, call = Leaves.of(blanks, (*names,), ""), lambda *xs: tuple(function(*xs))
+        try:
+            joint = traced("compile", call, given, axes, table=table, pure=True)
+        except RuntimeError as error:
+            if not (any(axes) and (isinstance(error, UnsupportedOperatorException) or _NO_SYMBOLS in str(error))):
+                raise
+            # The operator wants numbers for sizes: it gets a program for each set of them.
+            joint = traced("compile", call, given, [[] for _ in axes], table=table, pure=True)
     simplify(joint.module)
     number = sum(key.split(" #")[0] == name for key in settings.graphs)
     settings.graphs[f"{name} #{number + 1}" if number else name] = joint

@@ -87,6 +87,15 @@ def test_tangents_of_other_strides_than_their_primals():
         same(batched(x, vs.permute(1, 2, 0)), curvatures(x, vs.permute(1, 2, 0)))
 
 
+def test_an_operator_without_symbols_for_sizes():
+    labels = torch.tensor([0, 2, 1, 0, 2])
+    compiled = plainly(lambda x, y: F.multi_margin_loss(x.sin(), y), dynamic=True)
+    for n in (4, 5, 4):
+        x, y = data(n, 3).requires_grad_(), labels[:n]
+        same(*(torch.autograd.grad(f(x, y), x) for f in (compiled, compiled.__wrapped__)))
+    assert len(compiled.settings.programs) == 4
+
+
 def test_dropout_of_any_size():
     net = nn.Sequential(nn.Linear(3, 40), nn.Dropout(0.5)).double()
     loss = plainly(lambda x: net(x).square().sum(), dynamic=True)
