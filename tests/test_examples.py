@@ -20,6 +20,7 @@ RIGHT, WRONG, SAME = (0, 1e-5), (1e-2, math.inf), (0, 1e-10)
 CLAIMS = {
     "critic": {"(repaired|compiled), .*|torch, by reverse mode": RIGHT, "torch, by forward mode": WRONG, "gap.*": SAME},
     "ensemble": {"repaired, .*|torch, loop": RIGHT, "torch, curvature": WRONG},
+    "fine_tune": {"repaired, .*|torch, eager, forward.*": (0, 1e-6), "torch, eager, reverse.*": WRONG},
     "hessian_spectrum": {
         "(repaired|compiled), .*": RIGHT,
         "gap.*": SAME,
@@ -31,10 +32,10 @@ CLAIMS = {
     "pinn": {"(repaired|compiled), .*": RIGHT, "torch, .*": WRONG, "gap.*": SAME},
 }
 
-# Half a minute together, of what the others have too.
-LONG = ("critic", "hessian_spectrum", "pinn")
-# Two run by night, below, and one needs transformers: tests/models/test_fine_tune_example.py.
-OTHERS = ("meanflow", "swiglu", "fine_tune")
+# Half a minute together, of what the others have too, and one that needs transformers.
+LONG = ("critic", "fine_tune", "hessian_spectrum", "pinn")
+# By night, below.
+OTHERS = ("meanflow", "swiglu")
 
 
 @pytest.fixture(autouse=True)
@@ -56,8 +57,8 @@ def own_random_numbers():
 def test_the_example_shows_what_it_claims(name, compiler, tmp_path, monkeypatch):
     monkeypatch.setattr(pr, "compile", functools.partial(pr.compile, backend=compiler))
     picture, (example,) = tmp_path / "picture.png", [path for path in EXAMPLES if path.stem == name]
-    for library in re.findall("^from (matplotlib|scipy|sklearn)", example.read_text(), flags=re.MULTILINE):
-        pytest.importorskip(library, reason="the demo's extra brings it")
+    for library in re.findall("^from (matplotlib|scipy|sklearn|transformers)", example.read_text(), flags=re.MULTILINE):
+        pytest.importorskip(library, reason="the demo's extra or that of the models brings it")
     figures = runpy.run_path(str(example))["main"](["--quick", "--output", str(picture)])
     assert len(figures) >= 2
     for figure, value in figures.items():
