@@ -48,25 +48,17 @@ def test_nothing_is_cast_on_the_cpu(case, device):
 def test_operators_run_in_float32_under_cuda_autocast(dtype):
     x, weight = data(5, 4, dtype=dtype), data(5, 4, dtype=dtype)[0]
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    y, mean, rstd = under_cuda_autocast(layer_norm_p, x, weight, None, *NormOptions(1, 1e-5))
-    assert (y.dtype, mean.dtype, rstd.dtype) == (wide, wide, wide)
-    assert torch.equal(y, pr.functional.layer_norm(x.to(wide), (4,), weight.to(wide)))
+    # Each argument is cast by itself.
+    for bias in (None, data(5, 4, dtype=wide)[1]):
+        y, mean, rstd = under_cuda_autocast(layer_norm_p, x, weight, bias, *NormOptions(1, 1e-5))
+        assert (y.dtype, mean.dtype, rstd.dtype) == (wide, wide, wide)
+        assert torch.equal(y, pr.functional.layer_norm(x.to(wide), (4,), weight.to(wide), bias))
     for output_dtype in (None, torch.float16, torch.float64):
         y = under_cuda_autocast(log_softmax_p, x, 1, output_dtype)
         assert torch.equal(y, pr.functional.log_softmax(x, 1, dtype=output_dtype or wide))
         assert y.dtype == (output_dtype or wide)
         y = under_cuda_autocast(softmax_p, x, None, 1, 0.5, output_dtype)
         assert torch.equal(y, pr.functional.softmax(x, 1, dtype=output_dtype or wide, scale=0.5))
-
-
-def test_each_argument_of_low_precision_is_cast_by_itself():
-    x, weight, bias = (
-        data(5, 4, dtype=torch.bfloat16),
-        data(5, 4, dtype=torch.float32)[0],
-        data(5, 4, dtype=torch.float16)[1],
-    )
-    y = under_cuda_autocast(layer_norm_p, x, weight, bias, *NormOptions(1, 1e-5))[0]
-    assert torch.equal(y, pr.functional.layer_norm(x.float(), (4,), weight, bias.float()))
 
 
 def test_gradients_come_back_in_the_dtype_of_the_input_under_cuda_autocast():
