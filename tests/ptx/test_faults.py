@@ -264,6 +264,28 @@ def test_counts_are_exact():
     assert (machine.counts["barriers"], machine.counts["warp_instructions"]) == (3, 3 * 2 * 3)
 
 
+@pytest.mark.parametrize(
+    "stride, access, conflicts",
+    [
+        *((4, "b32 %r2", 0), (0, "b32 %r2", 0), (8, "b32 %r2", 1), (128, "b32 %r2", 31), (2, "u16 %rs2", 0)),
+        # Halves and quarters of a warp after each other.
+        *((8, "v2.b32 {%r2, %r3}", 0), (16, "v2.b32 {%r2, %r3}", 2), (16, "v4.b32 {%r2, %r3, %r4, %r5}", 0)),
+        (128, "v4.b32 {%r2, %r3, %r4, %r5}", 4 * 7),
+    ],
+)
+def test_words_of_one_bank_are_conflicts(stride, access, conflicts):
+    body = f"mul.lo.u32 %r1, %r0, {stride}; ld.shared.{access}, [%r1];"
+    _, machine = run(body, [], threads=64, shared_bytes=64 * 128 + 16)
+    assert machine.counts["bank_conflicts"] == 2 * conflicts
+
+
+def test_rows_of_matrices_are_in_conflict_where_they_begin_at_one_bank():
+    for stride, conflicts in ((16, 0), (32, 4 * 1), (128, 4 * 7)):
+        body = f"mul.lo.u32 %r1, %r0, {stride};"
+        body += "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%r2, %r3, %r4, %r5}, [%r1];"
+        assert run(body, [], shared_bytes=32 * 128)[1].counts["bank_conflicts"] == conflicts
+
+
 def test_torch_reads_no_tensor_without_memory_while_launches_are_emulated():
     """A tangent that torch knows to be zero: below a mode a product of it read its null pointer."""
     with emulated("sm_80"):

@@ -61,7 +61,7 @@ class Launched(NamedTuple):
         grid: Numbers of programs.
         loads: What it loads, by the names of arguments; those that share a storage are one.
         stores: What it stores.
-        counts: Instructions of threads and of warps, and barriers of blocks.
+        counts: Instructions of threads and of warps, barriers of blocks, and conflicts of banks of shared memory.
     """
 
     kernel: str

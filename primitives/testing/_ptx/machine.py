@@ -174,7 +174,7 @@ class Machine:
         self.program, self.memory, self.faults, self._shared_bytes = program, memory, faults, shared_bytes
         self._fixed: dict[str, Array] = dict(zip(program.code.parameters, parameters, strict=True))
         self._fixed |= dict.fromkeys(program.code.symbols, np.zeros(1, np.uint32))
-        # Instructions of threads and warps, and barriers.
+        # Instructions of threads and warps, barriers, and conflicts of banks.
         self.counts: Counter[str] = Counter()
         # Which values of registers follow from memory that nobody has written.
         self.undefined: dict[str, Array] = {}
@@ -203,7 +203,7 @@ class Machine:
         # Values of all threads that run, of one element where all have the same.
         self.registers = self._fixed | {name: np.atleast_1d(v).astype(np.uint32) for name, v in special.items()}
         self.undefined.clear()
-        self.shared = Shared(count, self._shared_bytes, self.program.code, self.faults)
+        self.shared = Shared(count, self._shared_bytes, self.program.code, self.faults, self.counts)
         self.epochs, self.warp_epochs = np.zeros((2, self.lanes), np.int32)
         self.copies, self.products = UnderWay(self.lanes), UnderWay(self.lanes)
         # By warpgroup and accumulators, whether the last product that is under way there is undefined.

@@ -6,6 +6,7 @@ All loads, stores and copies go through `Memory`; `Global` and `Shared` add what
 from __future__ import annotations
 
 import ctypes
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -303,11 +304,21 @@ class _Touches:
         return (self.epochs[units] == lanes.epochs[:, None]) & (others != threads) & ~is_near, others
 
 
+def _bank_conflicts(threads: Array, at: Array, size: int) -> int:
+    """How often threads wait: each of 32 banks hands out one word to those that together ask for 128 bytes."""
+    words = at[:, None] // 4 + np.arange(max(size // 4, 1))
+    distinct = np.unique(threads[:, None] * max(size, 4) // 128 << 32 | words)
+    banks, counts = np.unique(distinct >> 32 << 5 | distinct & 31, return_counts=True)
+    starts = np.flatnonzero(np.diff(banks >> 5, prepend=-1))
+    return int((np.maximum.reduceat(counts, starts) - 1).sum())
+
+
 class Shared(Memory):
     """Shared memory of `num_blocks` blocks; bytes that nobody has written are NaN."""
 
-    def __init__(self, num_blocks: int, size: int, code: Code, faults: Faults) -> None:
+    def __init__(self, num_blocks: int, size: int, code: Code, faults: Faults, counts: Counter[str]) -> None:
         super().__init__(faults)
+        self._counts = counts
         self._size, self._pitch = size, (size // 1024 + 2) * 1024
         self.valid = np.tile((np.arange(self._pitch) - 1024) % self._pitch < size, num_blocks).view(np.uint8)
         self.data, self.undefined = (np.full(len(self.valid), value, np.uint8) for value in (255, 1))
@@ -331,6 +342,8 @@ class Shared(Memory):
 
     def check(self, instruction: Instruction, lanes: Lanes, at: Array, size: int, changed: Any = None) -> None:
         """Hold an access against those since the last barrier; a store that changes nothing does no harm."""
+        if instruction.op not in ("cp", "wgmma"):
+            self._counts["bank_conflicts"] += _bank_conflicts(lanes.numbers, at, size)
         units, under_way = self.units(at, size), COPY
         if changed is None:
             self._race(instruction, "reads what was just written by", self._writes, units, lanes)
