@@ -6,7 +6,6 @@ what the forward pass has saved, too; its derivative is that of the pullback, a 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import operator
 import time
@@ -16,14 +15,13 @@ from typing import Any
 import torch
 from torch import _C, Tensor, _guards, fx
 from torch._C import _functorch  # type: ignore[attr-defined] - no stub
-from torch._C._dynamo.guards import TensorGuards
 from torch._functorch.compile_utils import fx_graph_cse
 from torch.autograd import forward_ad
 
 from primitives._compiled._graphs import Settings, compiling, cut, joint_graph, program_of
+from primitives._compiled._recorded import Guarded, Recording
 from primitives._compiled._simplified import from_the_start, of_any_strides, read_by_offset
 from primitives._core.errors import MissingRuleError
-from primitives._core.levels import recorded_here
 from primitives._core.recomputation import Batched, Derived, Pullback, Pushforward, Recomputable
 from primitives.tracing import JointGraph
 from primitives.tracing._sizes import bindings, bound_sizes, failing_guards, num_guards
@@ -36,7 +34,6 @@ __all__ = ["SEED", "Compiled", "Joint", "Resumed"]
 # The name of the argument that random numbers are drawn from.
 SEED = "random.seed"
 
-_NOTHING = contextlib.nullcontext()
 _MANY_SIZES = 1000
 _OLDER_VMAP = _C._dispatch_key_parse("VmapMode")
 
@@ -55,23 +52,6 @@ def _in_a_vmap() -> bool:
 def _has_its_memory(x: Any) -> bool:
     """Whether its numbers are those in memory: compiled code reads no flags, and ends the process at a zero tensor."""
     return not (isinstance(x, torch.Tensor) and (x.is_neg() or x._is_zerotensor() or x.is_conj()))
-
-
-class _Guarded(list):
-    """What serves tensors of one kind: a guard in C++ looks at types, sizes, strides, flags, and what requires grad."""
-
-    def find(self, tensors: Sequence[Tensor]) -> Any:
-        """What serves these; `None` if nothing is known to."""
-        for guard, found in self:
-            if guard.check(*tensors):
-                return found
-        return None
-
-    def note(self, tensors: Sequence[Tensor], found: Any) -> None:
-        """Remember it; not for a tensor that is given twice, which no guard passes."""
-        guard = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
-        if guard.check(*tensors):
-            self.append((guard, found))
 
 
 def _as_read(x: Tensor) -> Tensor:
@@ -116,7 +96,7 @@ class Compiled(Derived):
         # Functions made of this one.
         self._made: dict[Any, Any] = {}
         # Programs of the value, and joint graphs of what is recorded.
-        self._ready, self._recording = _Guarded(), _Guarded()
+        self._ready, self._recording = Guarded(), Guarded()
 
     def _once(self, key: Any, make: Callable[[], Any]) -> Any:
         """What `make` makes, made once."""
@@ -145,17 +125,22 @@ class Compiled(Derived):
         """The results, by a program where one may run."""
         if not _is_here():
             return tuple(self.run(*tensors))
-        plain = _C._DisableAutocast() if _C._is_any_autocast_enabled() else _NOTHING
-        with torch.no_grad() if torch.is_grad_enabled() else _NOTHING, plain:
-            if self.settings.dynamic or (program := self._ready.find(tensors)) is None:
-                given = tuple([x if _has_its_memory(x) else _as_read(x) for x in tensors])
-                program = self.program(given)
-                if not self.settings.dynamic and all(map(operator.is_, given, tensors)):
-                    self._ready.note(tensors, program)
-                tensors = given
-            return tuple(program([*tensors]))
+        if torch.is_grad_enabled() or _C._is_any_autocast_enabled():
+            with torch.no_grad(), _C._DisableAutocast():
+                return self._by_program(tensors)
+        return self._by_program(tensors)
 
-    def program(self, tensors: Sequence[Tensor]) -> Callable[[list[Any]], Sequence[Any]]:
+    def _by_program(self, tensors: Tensors) -> Tensors:
+        program = None if self.settings.dynamic else self._ready.find(tensors)
+        if program is None:
+            given = tuple([x if _has_its_memory(x) else _as_read(x) for x in tensors])
+            program = self.program(given)
+            if not self.settings.dynamic and all(map(operator.is_, given, tensors)):
+                self._ready.note(tensors, program)
+            tensors = given
+        return tuple(program(tensors))
+
+    def program(self, tensors: Sequence[Tensor]) -> Callable[[Sequence[Any]], Sequence[Any]]:
         """The program of the value, for these sizes."""
         return self.joint(tensors).program(tensors)
 
@@ -183,7 +168,7 @@ class Compiled(Derived):
             return self.run(*tensors)
         interpreter = _functorch.peek_interpreter_stack()
         if interpreter is None:
-            return recorded_here(*self._known(tensors))
+            return self._known(tensors)(tensors)
         wanted: tuple[int, ...] = ()
         # In forward mode around it the backward pass is differentiated, so that it would be computed again in any case.
         if interpreter.key() == _functorch.TransformType.Grad and forward_ad._current_level < 0:
@@ -198,13 +183,16 @@ class Compiled(Derived):
             return super().recorded(tensors)
         return joint.recorded(joint.detached(tensors))[: joint.num]
 
-    def _known(self, tensors: Sequence[Tensor]) -> tuple[Joint, Sequence[Tensor]]:
-        """The joint graph for gradients of all that require any; by guards in C++, where sizes are numbers."""
-        if self.settings.dynamic or (joint := self._recording.find(tensors)) is None:
+    def _known(self, tensors: Sequence[Tensor]) -> Recording:
+        """How to record gradients of all that require any; by guards in C++, where sizes are numbers."""
+        found = None if self.settings.dynamic else self._recording.find(tensors)
+        if found is None:
             joint = self.joint(tensors, tuple([i for i, x in enumerate(tensors) if x.requires_grad]))
-            if not self.settings.dynamic:
-                self._recording.note(tensors, joint)
-        return joint, joint.detached(tensors)
+            if self.settings.dynamic or not all(map(_has_its_memory, tensors)):
+                return joint.recording
+            self._recording.note(tensors, Recording(joint, joint.program(tensors)))
+            found = self._recording.find(tensors) or joint.recording
+        return found
 
 
 class Half(Compiled):
@@ -271,7 +259,7 @@ class Half(Compiled):
             self._valid.add(known)
         return True
 
-    def program(self, tensors: Sequence[Tensor]) -> Callable[[list[Any]], Sequence[Any]]:
+    def program(self, tensors: Sequence[Tensor]) -> Callable[[Sequence[Any]], Sequence[Any]]:
         """Of the graph, which is of these sizes; a batch is traced."""
         graph = self.run
         if not isinstance(graph, fx.GraphModule):
@@ -318,8 +306,11 @@ class Joint(Half):
 
     Attributes:
         num: Number of results of the function.
+        num_sizes: How many of the last results are sizes, and no tensors.
         draws_or_measures: Whether it draws random numbers, or reads sizes.
     """
+
+    num_sizes = 0
 
     def __init__(self, function: Compiled, joint: JointGraph, wanted: tuple[int, ...], seconds: float) -> None:
         signature, self._values = joint.signature, {n.name: n.meta.get("val") for n in joint.graph.nodes}
@@ -339,6 +330,7 @@ class Joint(Half):
             own = {*self._primals, *self._views}
             saved = {x.name: self.num + i for i, x in enumerate(forward.saved) if x.name not in own}
             self._kept, self.num_kept, places = [*saved], len(saved), [*places, *saved.values()]
+            self.num_sizes = sum(not isinstance(self._values[each], torch.Tensor) for each in saved)
             read = {node.name for node in self._backward.graph.find_nodes(op="placeholder") if node.users}
             read.update(chain[0].all_input_nodes[0].name for chain in self._views.values())
             # Of sizes that are symbols views are kept.
@@ -365,10 +357,18 @@ class Joint(Half):
             return tensors
         return [x.detach() if i in self._unused else x for i, x in enumerate(tensors)]
 
+    @functools.cached_property
+    def recording(self) -> Recording:
+        """How calls are recorded whose tensors are not known to be those that a program was made for."""
+        return Recording(self, lambda tensors: self(*tensors))
+
+    def is_mapped(self) -> bool:
+        """Whether a backward pass here has batches, and this has sizes, which have none."""
+        return self._has_sizes and _in_a_vmap()
+
     def resumed(self, num_tensors: int, wanted: Sequence[int], given: Sequence[int]) -> Recomputable:
         """The backward half for these arguments and cotangents."""
-        if self._has_sizes and _in_a_vmap():
-            # Sizes have no batches.
+        if self.is_mapped():
             return self.inner.pullback(num_tensors, wanted, given)
 
         def make() -> Recomputable:

@@ -96,6 +96,7 @@ class _Site(Region):
         self._again = [functools.partial(torch.set_grad_enabled, torch.is_grad_enabled()), _said_to_compile]
         self._again += autocasts(self.tensors, may_cache=False)
         self._state, self._modes = GlobalStateGuard(), tuple(_modes())
+        self._are_distinct = self._numbers == [*range(len(self.tensors))]
         self.device = next((x.device for x in self.tensors), torch.device("cpu"))
         with torch.inference_mode(False), temporarily_clear_interpreter_stack():
             self._no_seed = torch.zeros((), dtype=torch.int64, device=self.device)
@@ -152,7 +153,10 @@ class _Site(Region):
         reached = self.reached.tensors()
         if reached is None:
             return None
-        tensors, numbers = once(given + reached)
+        found = given + reached
+        if self._are_distinct and len({*map(id, found)}) == len(found):
+            return found
+        tensors, numbers = once(found)
         return tensors if numbers == self._numbers else None
 
     def run(self, tensors: list[Tensor], seed: Tensor | None = None) -> Any:
@@ -227,7 +231,7 @@ class CompiledFunction(Generic[_P, _R]):
         if _C._len_torch_function_stack() and any(isinstance(x, Guard) for x in _get_current_function_mode_stack()):
             with _without_guards():
                 return self(*args, **kwargs)
-        leaves, treespec = optree.tree_flatten((args, kwargs), namespace=ARGUMENTS)  # type: ignore[arg-type] - any tree
+        leaves, treespec = _taken_apart(args, kwargs)
         tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
         if len(tensors) < len(leaves):
             constants = [x for x in leaves if not isinstance(x, torch.Tensor)]
@@ -330,6 +334,13 @@ class CompiledFunction(Generic[_P, _R]):
 def _number(x: Any) -> Any:
     kinds = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
     return kinds[type(x)](x) if type(x) in kinds else x
+
+
+def _taken_apart(args: Any, kwargs: dict[str, Any]) -> tuple[Sequence[Any], Any]:
+    """The leaves of the arguments, and what tells one tree from another: tensors alone are counted, at once."""
+    if not kwargs and all(isinstance(x, torch.Tensor) for x in args):
+        return args, len(args)
+    return optree.tree_flatten((args, kwargs), namespace=ARGUMENTS)  # type: ignore[arg-type] - any tree
 
 
 def _kind(x: Any, is_dynamic: bool) -> Any:

@@ -111,10 +111,13 @@ class Program:
     compile_seconds: float
     num_calls: int = 0
 
-    def __call__(self, values: list[Any]) -> Sequence[Any]:
+    def __call__(self, values: Sequence[Any]) -> Sequence[Any]:
         """The results."""
         self.num_calls += 1
-        return self.run([*values, *self.constants, *[values[k].shape[axis] for k, axis in self.symbols]])
+        given = [*values, *self.constants]
+        for k, axis in self.symbols:
+            given.append(values[k].shape[axis])
+        return self.run(given)
 
 
 @contextlib.contextmanager

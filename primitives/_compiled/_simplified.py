@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any
 from unittest import mock
 
@@ -123,10 +123,10 @@ def read_by_offset(graph: fx.Graph) -> dict[int, str]:
     return found
 
 
-def from_the_start(places: dict[int, str], run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+def from_the_start(places: dict[int, str], run: Callable[[Sequence[Any]], Any]) -> Callable[[Sequence[Any]], Any]:
     """`run`, for inputs that begin where their memory does, at these places."""
 
-    def checked(values: list[Any]) -> Any:
+    def checked(values: Sequence[Any]) -> Any:
         for k, name in places.items():
             if begin := values[k].storage_offset():
                 raise LeafError(

@@ -97,18 +97,6 @@ def make_dual(y: Tensor, y_dot: Tensor) -> Tensor:
     return torch._VF._make_dual(y, y_dot, level=0)  # type: ignore[attr-defined] - no stub
 
 
-def recorded_here(function: Recomputable, tensors: Sequence[Tensor]) -> Tensors:
-    """The results without what is kept, where no transform is around: faster than `recorded`."""
-    return _Here.apply(False, function, len(tensors), *tensors)
-
-
-def _forward_here(ctx: Any, is_transformed: bool, function: Recomputable, num: int, *tensors: Tensor) -> Tensors:
-    output = function(*tensors)
-    results = output[: len(output) - function.num_kept]
-    _save(ctx, (is_transformed, function, num, *tensors), output, results, function.unread)
-    return results
-
-
 def recorded_at_each_level(function: Recomputable, tensors: Sequence[Tensor], kept: Sequence[Any]) -> Tensors:
     """The results, differentiable at each level of reverse mode, and mapped by each `vmap`.
 
@@ -190,9 +178,32 @@ def _forward(ctx: Any, is_transformed: bool, function: Recomputable, num: int, *
         output = _outside(function, num, values)
     else:
         output = _apart(function, recomputed(function, values[:num], values[num:]), values)
-    _save(ctx, (is_transformed, function, num, *values), output, output)
+    ctx.is_transformed, ctx.function, ctx.num, ctx.num_values = is_transformed, function, num, len(values)
+    tensors = [*values[:num]]
+    # The buffers of the caller are about to be written.
+    for i in function.changed:
+        tensors[i] = tensors[i].clone()
+    kept = output[len(output) - function.num_kept :]
+    # Sizes come last.
+    ctx.sizes = [x for x in kept if not isinstance(x, torch.Tensor)]
+    ctx.strides = [x.stride() for x in tensors] if are_saved_by_hooks() else ()
+    ctx.save_for_backward(*tensors, *kept[: len(kept) - len(ctx.sizes)])
     ctx.save_for_forward(*values[:num])
+    ctx.set_materialize_grads(False)
+    constants, ys = function.constants, output[: len(output) - len(ctx.sizes)]
+    ctx.mark_non_differentiable(*[y for k, y in enumerate(ys) if k in constants or not has_derivatives(y.dtype)])
     return output
+
+
+def are_saved_by_hooks() -> bool:
+    """Whether what is saved may come back as copies in other strides; a function may read those that it was given."""
+    return _top_saved_tensors_default_hooks(True) is not None
+
+
+def in_strides(x: Tensor, strides: Sequence[int]) -> Tensor:
+    """A copy in these strides, where it has others; elements in one place are left as they are."""
+    is_kept = x.stride() == strides or 0 in strides
+    return x if is_kept else x.new_empty_strided(x.shape, strides).copy_(x)
 
 
 def version_of(x: Tensor) -> int:
@@ -200,24 +211,12 @@ def version_of(x: Tensor) -> int:
     return 0 if x.is_inference() else x._version
 
 
-def _save(ctx: Any, inputs: tuple, output: Tensors, results: Tensors, unread: frozenset[int] = frozenset()) -> None:
-    ctx.is_transformed, ctx.function, ctx.num, *values = inputs
-    ctx.num_values, tensors = len(values), values[: ctx.num]
-    # The buffers of the caller are about to be written.
-    for i in ctx.function.changed:
-        tensors[i] = tensors[i].clone()
-    kept = output[len(output) - ctx.function.num_kept :]
-    # Sizes come last.
-    ctx.numbers = [x for x in kept if not isinstance(x, torch.Tensor)]
-    ctx.unread = [(i, tensors[i], version_of(tensors[i])) for i in sorted(unread)]
-    saved = [x for i, x in enumerate(tensors) if i not in unread]
-    # Hooks may hand out copies in other strides, and a function reads those that it was given (`view`, `as_strided`).
-    is_hooked = _top_saved_tensors_default_hooks(True) is not None
-    ctx.strides = [x.stride() for x in saved] if is_hooked else ()
-    ctx.save_for_backward(*saved, *kept[: len(kept) - len(ctx.numbers)])
-    ctx.set_materialize_grads(False)
-    constants, ys = ctx.function.constants, results[: len(output) - len(ctx.numbers)]
-    ctx.mark_non_differentiable(*[y for k, y in enumerate(ys) if k in constants or not has_derivatives(y.dtype)])
+def versions_of(tensors: Sequence[Tensor]) -> list[int]:
+    """Of each the same, where time counts."""
+    try:
+        return [x._version for x in tensors]
+    except RuntimeError:  # one of inference mode
+        return [*map(version_of, tensors)]
 
 
 def _backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
@@ -225,24 +224,14 @@ def _backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
     if ctx.is_transformed:
         # Behind `torch.func.vjp` the level is over, and what it has wrapped does not say what requires grad outside.
         saved = [*unwrap_dead_wrappers(tuple(saved))]
-    for i, strides in enumerate(ctx.strides):
-        if saved[i].stride() != strides and 0 not in strides:
-            saved[i] = saved[i].new_empty_strided(saved[i].shape, strides).copy_(saved[i])
-    for i, x, _ in ctx.unread:
-        saved.insert(i, x)
+    saved[:num] = map(in_strides, saved, ctx.strides) if ctx.strides else saved[:num]
     wanted = tuple([i for i, needs in enumerate(ctx.needs_input_grad[3 : 3 + num]) if needs])
     given = tuple([k for k, y_bar in enumerate(cotangents) if y_bar is not None])
     bars: list[Any] = [None] * ctx.num_values
     if given and wanted:
         function = ctx.function.resumed(num, wanted, given)
         given_bars: Any = [cotangents[k] for k in given]
-        is_read = torch.is_grad_enabled() or not function.resumes
-        if is_read and any(version_of(x) != version for _, x, version in ctx.unread):
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: an "
-                "argument, a parameter or a captured tensor of a compiled function, before its recorded backward pass."
-            )
-        kept = [*saved[num:], *ctx.numbers] if function.resumes else ()
+        kept = [*saved[num:], *ctx.sizes] if function.resumes else ()
         found = recomputed(function, [*saved[:num], *given_bars], kept)
         zeros = function.zeros
         for k, i in enumerate(wanted):
@@ -260,4 +249,3 @@ def _jvp(ctx: Any, *tangents: Any) -> tuple[Tensor | None, ...]:
 
 # A function of tensors at one level of differentiation; its arguments are all that is saved.
 _Recomputed = function_class("Recomputed", forward=_forward, backward=_backward, jvp=_jvp)
-_Here = function_class("Recomputed", forward=_forward_here, backward=_backward)

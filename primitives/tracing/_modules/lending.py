@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._dynamo.guards import RootGuardManager
 from torch.nn import functional as torch_functional
 from torch.nn.modules.batchnorm import BatchNorm1d, SyncBatchNorm
 from torch.overrides import TorchFunctionMode
@@ -211,3 +212,17 @@ _WRITERS = {
     torch.Tensor.add_: _count,
     torch.Tensor.__iadd__: _count,
 }
+
+
+def guard_of(objects: list[Any]) -> Any:
+    """Its `check(objects)` tells whether no dictionary, and no attribute of a module, was written to since."""
+    from torch._dynamo.guards import GuardManagerType
+
+    root, kind = RootGuardManager(), GuardManagerType.GUARD_MANAGER
+    for k, x in enumerate(objects):
+        manager, values = root.list_getitem_manager(k, "", x, kind), x
+        if isinstance(x, nn.Module):
+            values = vars(x)
+            manager = manager.get_generic_dict_manager("", values, kind)
+        manager.add_dict_version_guard(values, [""], None)
+    return root
