@@ -248,18 +248,22 @@ def batch_norm(
 
 
 def softmax(
-    op_name: str, label: str, x: Tensor, dim: int | None, dtype: torch.dtype | None, mask: Tensor | None = None
-) -> None:
-    """Raise unless `dim` is an axis of `x`, the dtypes are floating point, and the mask fits `x`."""
+    op_name: str, label: str, x: Tensor, dim: int | None, dtype: torch.dtype | None, mask: Tensor | None = None, *,
+    like_torch: bool = True,
+) -> None:  # fmt: skip
+    """Raise unless `dim` is an axis of `x`, the dtypes are floating point, and the mask fits `x`.
+
+    Functions `like_torch` take `dtype=`, and `None` for an axis.
+    """
     if dtype is None:
-        floating(op_name, label, x.dtype, " Pass dtype= to convert it.")
+        floating(op_name, label, x.dtype, " Pass dtype= to convert it." if like_torch else "")
     else:
         floating(op_name, "the result", dtype)
         if x.is_complex():
             raise DtypeError(f"{op_name}: {label} must be real, got {x.dtype}.")
     if mask is not None:
         _mask(op_name, label, x, dtype, mask)
-    if dim is None:
+    if dim is None and like_torch:
         return
     if not _is_integer(dim):
         raise DtypeError(f"{op_name}: dim must be an int, got {type(dim).__name__}.")

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from primitives._core import Primitive, triton_kernels_module
@@ -29,7 +30,8 @@ def map_by_statistic(
         name: Of the map.
         options: `"int dim"`, and the numbers that the map takes beside it, as in a schema.
         summand: `(x, *numbers)` to t and its derivatives t_x and t_xx. It and `value` are compiled by Triton too: they
-            compute by operators, by methods that tensors of both share, as `x.abs()` and `x.exp()`, and by `power`.
+            compute by operators, by methods that tensors of both share, as `x.abs()` and `x.exp()`, and by `power` and
+            `where`. Generic tests draw no zeros: give a case to what they return there, and for rows of zeros.
         value: `(x, t, *numbers)` to y, y_x, y_t, y_xx, y_xt and `y_tt / y_t`, which must be the same for all x of a
             row. The name of its second argument is that of t.
         namespace: Of the operators.
@@ -81,3 +83,8 @@ def map_by_statistic(
 def power(base: Tensor, exponent: Any) -> Tensor:
     """`base ** exponent` of a base that is not negative."""
     return base.pow(exponent)
+
+
+def where(condition: Tensor, one: Any, other: Any) -> Tensor:
+    """`one` where the condition holds, else `other`; at least one of them is a tensor."""
+    return torch.where(condition, one, other)

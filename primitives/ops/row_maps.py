@@ -168,13 +168,14 @@ class RowMap:
 
 def over_axis(
     name: str, of_rows: Callable[[Tensor, Any, int], Tensor], input: Any, dim: int | None, *, namespace: str,
-    dtype: torch.dtype | None = None, mask: Any = None, stacklevel: int = 3,
+    like_torch: bool = False, dtype: torch.dtype | None = None, mask: Any = None, stacklevel: int = 3,
 ) -> Any:  # fmt: skip
     """What `of_rows` makes of every tensor of `input`, with a mask of its shape, and of the axis, from 0 on.
 
-    Tensors that are not floating point become `dtype` first. Without `dim` torch's rule chooses the axis.
+    Functions `like_torch` take `dtype`, which tensors that are not floating point become first, and no `dim`, for which
+    torch's rule chooses one.
     """
-    check = functools.partial(arguments.softmax, name, dim=dim, dtype=dtype)
+    check = functools.partial(arguments.softmax, name, dim=dim, dtype=dtype, like_torch=like_torch)
 
     def compute(x: Tensor, mask: Tensor | None) -> Tensor:
         # The axis that torch chooses when none is given.

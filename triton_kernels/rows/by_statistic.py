@@ -27,8 +27,9 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from ..runtime.kernel import INTERPRETED
 from .maps import Part, RowMapKernels
-from .tiles import nothing, number, power, within
+from .tiles import nothing
 
 # Absent operands are `nothing()`. Past the end of a row, where x is 0, a summand may be anything.
 _SOURCE = """
@@ -96,6 +97,27 @@ def bwd_jvp_emit(x, p, r, s, mask, num_cols: tl.constexpr):
     return (moved + y[1] * x[2] if x[2].type.is_block() else moved,)
 """
 _ALL = ("y_bar", "x", "x_dot")
+_INTERPRETED = tl.constexpr(INTERPRETED)
+
+
+@triton.jit
+def number(tile):
+    """One of `tiles.as_tiles`: 0 of `nothing()`."""
+    return tile if tile.type.is_block() else 0.0
+
+
+@triton.jit
+def power(base, exponent):
+    """`base ** exponent` of a base that is not negative."""
+    found = tl.exp2(exponent * tl.log2(tl.where(base == 0.0, 1.0, base)))
+    found = tl.where(base == 0.0, tl.where(exponent > 0.0, 0.0, float("inf")), found)
+    return tl.where(exponent == 0.0, 1.0, found)
+
+
+@triton.jit
+def within(tile, mask):
+    """`tile`; in the interpreter, where NumPy warns of numbers that are not finite, 1 past the end of rows."""
+    return tl.where(mask, tile, 1.0) if _INTERPRETED else tile
 
 
 def map_by_statistic(
@@ -106,7 +128,7 @@ def map_by_statistic(
     Args:
         name: Of the map.
         summand: `(x, *options)` to its value t and the derivatives t_x and t_xx. It and `value` compute by operators,
-            by methods that tensors of torch and of Triton share, as `x.abs()` and `x.exp()`, and by `power`.
+            by methods that tensors of torch and of Triton share, as `x.abs()` and `x.exp()`, by `power` and `where`.
         value: `(x, t, *options)` to y, y_x, y_t, y_xx, y_xt and q.
         statistic: Name of t.
         options: Names of the numbers that the map takes beside `dim`.
@@ -121,7 +143,7 @@ def map_by_statistic(
     file = f"<{__name__} {name}>"
     linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file
     known: dict[str, Any] = {"__name__": f"{__name__}.{name}", "tl": tl}
-    known |= {"nothing": nothing, "number": number, "power": power, "within": within}
+    known |= {"nothing": nothing, "number": number, "power": power, "where": tl.where, "within": within}
     exec(compile(source, file, "exec", dont_inherit=True), known)
     functions = [each for each in known.values() if inspect.isfunction(each) and each.__code__.co_filename == file]
     known |= {each.__name__: triton.jit(each) for each in functions}
@@ -140,6 +162,7 @@ def map_by_statistic(
         forward=(Part((0,), ("x",), ("x",)), Part((0, 1), ("x", "x_dot"), ("x", "x_dot"))),
         num_constants=len(options),
         constants=lambda given: [given[option] for option in options],
+        num_results=2,
     )
 
 

@@ -66,6 +66,7 @@ class RowMapKernels:
         inputs: Of the value.
         num_constants: With how many constants the numbers of a row end (see `NUMBERS` in `rows.kernel`).
         constants: Makes them of the options.
+        num_results: For how many outputs to plan at least, where formulas take the registers of more than there are.
     """
 
     module: str
@@ -79,6 +80,7 @@ class RowMapKernels:
     inputs: tuple[str, ...] = ("x",)
     num_constants: int = 0
     constants: Callable[[Mapping[str, Any]], Sequence[float]] = lambda given: ()
+    num_results: int = 0
 
     def __post_init__(self) -> None:
         """Make the kernels, by what follows the name of the map in theirs.
@@ -212,7 +214,7 @@ class RowMapKernels:
             writes,
             statistics={name: given[name] for name in self.numbers if name in given},
             row_outputs=row_outputs,
-            num_results=num_results,
+            num_results=max(num_results, self.num_results),
             **{f"NUMBER_{place}": number for place, number in enumerate(self.constants(given))},
             **scale_bits(given.get("scale")),
         )

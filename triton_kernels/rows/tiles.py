@@ -32,7 +32,8 @@ class ParamLayout(enum.IntEnum):
 
 
 _PER_COLUMN, _CHANNELS_LAST = tl.constexpr(0), tl.constexpr(2)
-_INTERPRETED = tl.constexpr(INTERPRETED)
+# The interpreter takes a reduction of several tiles at once apart into calls per element.
+_ONE_BY_ONE = tl.constexpr(INTERPRETED)
 # Where products are fused with sums; in the interpreter, a tile that is not stored row by row would change its order.
 _FUSES = tl.constexpr(not INTERPRETED)
 _LOG2_E = tl.constexpr(math.log2(math.e))
@@ -236,26 +237,6 @@ def as_tiles(numbers: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def number(tile):
-    """One of `as_tiles`: 0 of `nothing()`."""
-    return tile if tile.type.is_block() else 0.0
-
-
-@triton.jit
-def power(base, exponent):
-    """`base ** exponent` of a base that is not negative."""
-    found = tl.exp2(exponent * tl.log2(tl.where(base == 0.0, 1.0, base)))
-    found = tl.where(base == 0.0, tl.where(exponent > 0.0, 0.0, float("inf")), found)
-    return tl.where(exponent == 0.0, 1.0, found)
-
-
-@triton.jit
-def within(tile, mask):
-    """`tile`; in the interpreter, where NumPy warns of numbers that are not finite, 1 past the end of rows."""
-    return tl.where(mask, tile, 1.0) if _INTERPRETED else tile
-
-
-@triton.jit
 def store_tiles(ptrs, values, offsets, mask):
     """Store each value in the dtype of its memory; a pointer that is None wants nothing."""
     for i in tl.static_range(len(values)):
@@ -320,8 +301,7 @@ def sums_of(tiles, LEAST: tl.constexpr = 3, HALVES: tl.constexpr = 1):  # noqa: 
             part = tl.reshape(tiles[i], (HALVES, tiles[i].shape[0] // HALVES, tiles[i].shape[1]))
             parts = parts + (tl.sum(part, axis=0),)
         tiles = parts
-    # The interpreter takes a reduction of several tiles at once apart into calls per element.
-    if _INTERPRETED or NUM < LEAST:
+    if _ONE_BY_ONE or NUM < LEAST:
         flat = ()
         for i in tl.static_range(NUM):
             flat = flat + (tl.sum(tiles[i], axis=1),)

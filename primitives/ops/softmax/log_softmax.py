@@ -143,7 +143,8 @@ def log_softmax(
     def of_rows(x: Tensor, _: None, axis: int) -> Tensor:
         return log_softmax_p(x, axis, dtype)
 
-    return over_axis("log_softmax", of_rows, input, dim, namespace=namespace, dtype=dtype, stacklevel=_stacklevel)
+    more: Any = {"namespace": namespace, "like_torch": True, "dtype": dtype, "stacklevel": _stacklevel}
+    return over_axis("log_softmax", of_rows, input, dim, **more)
 
 
 def is_torchs(x: Any, dim: int | None, dtype: torch.dtype | None) -> bool:

@@ -32,7 +32,6 @@ x), and x is cast to it as it is read. Sums are taken in float32, in float64 for
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -209,8 +208,7 @@ def softmax(
     if isinstance(scale, torch.Tensor):
         raise DtypeError("softmax: scale must be a number, got a Tensor. Multiply input by it.")
     arguments.number("softmax", "scale", scale)
-    more: Any = {"namespace": namespace, "dtype": dtype, "mask": mask, "stacklevel": _stacklevel}
-    return over_axis("softmax", _scaled(scale, dtype), input, dim, **more)
+    return _over_axis("softmax", scale, input, dim, _stacklevel, dtype, mask, namespace)
 
 
 def softmin(
@@ -229,9 +227,14 @@ def softmin(
         >>> pr.functional.softmin(torch.zeros(2), dim=0)
         tensor([0.5000, 0.5000])
     """
-    more: Any = {"namespace": namespace, "dtype": dtype, "mask": mask, "stacklevel": _stacklevel}
-    return over_axis("softmin", _scaled(-1.0, dtype), input, dim, **more)
+    return _over_axis("softmin", -1.0, input, dim, _stacklevel, dtype, mask, namespace)
 
 
-def _scaled(scale: float, dtype: torch.dtype | None) -> Callable[[Tensor, Any, int], Tensor]:
-    return lambda x, mask, axis: softmax_p(x, mask, axis, scale, dtype)
+def _over_axis(
+    name: str, scale: float, input: Any, dim: Any, stacklevel: int, dtype: Any, mask: Any, namespace: str
+) -> Any:
+    def of_rows(x: Tensor, mask: Any, axis: int) -> Tensor:
+        return softmax_p(x, mask, axis, scale, dtype)
+
+    more: Any = {"dtype": dtype, "mask": mask, "stacklevel": stacklevel + 1}
+    return over_axis(name, of_rows, input, dim, namespace=namespace, like_torch=True, **more)
