@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from primitives.ops.by_statistic import map_by_statistic, power
+from primitives.ops.by_statistic import map_by_statistic, power, where
 
 
 def summand(x: Any, eps: Any) -> tuple[Any, ...]:
@@ -10,11 +10,12 @@ def summand(x: Any, eps: Any) -> tuple[Any, ...]:
 
 
 def value(x: Any, square: Any, eps: Any) -> tuple[Any, ...]:
-    scale = power(square, -0.5)
-    slope = -0.5 * scale / square
-    return x * scale, scale, x * slope, 0.0, slope, -1.5 / square
+    some = where(square == 0.0, 1.0, square)
+    scale = where(square == 0.0, 0.0, power(some, -0.5))
+    slope = -0.5 * scale / some
+    return x * scale, scale, x * slope, 0.0, slope, -1.5 / some
 
 
-# x over its norm, of which a small number is part for each column.
+# x over its norm, of which a small number is part for each column; a row of zeros is 0.
 UNIT = map_by_statistic("unit", "int dim, float eps", summand, value, namespace="row_maps")
 unit_p = UNIT.ops["fwd"]

@@ -265,7 +265,7 @@ def softmax(
         _mask(op_name, label, x, dtype, mask)
     if dim is None and like_torch:
         return
-    if not _is_integer(dim):
+    if dim is None or not _is_integer(dim):
         raise DtypeError(f"{op_name}: dim must be an int, got {type(dim).__name__}.")
     ndim = max(x.dim(), 1)
     if not -ndim <= dim < ndim:
