@@ -230,9 +230,9 @@ EACH = {
     **{name: lambda make=make: _recorded(make) for name, make in RECORDED.items()},
 }
 BY_NIGHT = {f"grid_sampler_3d {number}" for number in (1, 2, 3)}
-# One call of each operator; two write to memory that a batch would have to share.
-FIRST = [name for name in EACH if name in RECORDED or name.endswith(" 0")]
-WRITING = ("_native_batch_norm_legit", "_batch_norm_with_update")
+BY_NIGHT |= {name for name in RECORDED if name.endswith(("_functional", "_with_update"))}
+# One call of each operator.
+FIRST = [f"{name} 0" for name in CALLS]
 
 
 @pytest.mark.parametrize("name", EACH)
@@ -270,7 +270,7 @@ def scalars(name):
             yield function, [as_real(args[i]) for i in places]
 
 
-# Two seconds for each way to sample: by night those between the first and the last.
+# Seconds each: by night ways to sample between the first and the last, and batch norms of the same formulas.
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.nightly] * (n in BY_NIGHT)) for n in EACH])
 def test_every_nesting_to_order_three_is_right(name):
     for function, xs in scalars(name):
@@ -282,7 +282,7 @@ def test_every_nesting_to_order_three_is_right(name):
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
-@pytest.mark.parametrize("name", [name for name in FIRST if name not in WRITING])
+@pytest.mark.parametrize("name", FIRST)
 def test_batches_of_derivatives(name):
     for function, xs in scalars(name):
         calls, every = [xs, [x * 1.1 for x in xs]], tuple(range(len(xs)))
@@ -291,7 +291,7 @@ def test_batches_of_derivatives(name):
             torch.testing.assert_close(tree_map(lambda y: y[1], found), derivative(*calls[1]))
 
 
-@pytest.mark.parametrize("name", [f"{name} 0" for name in CALLS])
+@pytest.mark.parametrize("name", FIRST)
 def test_they_are_traced(name):
     for function, xs in scalars(name):
         graph = make_fx(grad(function), tracing_mode="fake", _allow_non_fake_inputs=True)(*xs)
@@ -300,7 +300,7 @@ def test_they_are_traced(name):
 
 # Dynamo takes half a second each.
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", [f"{name} 0" for name in CALLS])
+@pytest.mark.parametrize("name", FIRST)
 def test_they_are_compiled(name):
     for function, xs in scalars(name):
         torch.compiler.reset()
