@@ -176,6 +176,10 @@ class _Site(Region):
             self._owner.note([*self._given, *layouts, *self.reached.described(), modes])
         return self.output(results, tensors)
 
+    def forget(self) -> None:
+        """Hold no more the parameters and buffers of the first call; others may take their places."""
+        self.reached.registered = self._registered = dict(enumerate(self._registered.values()))
+
     def drawn(self) -> Tensor:
         """A seed from torch's generator."""
         with temporarily_clear_interpreter_stack():
@@ -279,6 +283,7 @@ class CompiledFunction(Generic[_P, _R]):
             if site.is_random:
                 # The draw counts now.
                 site.drawn()
+            site.forget()
             # Another list: threads go through this one.
             self._sites[key] = [site, *self._sites.get(key, ())]
         return output

@@ -47,7 +47,7 @@ class _Place(NamedTuple):
             entries = [*old[: self.key], value, *old[self.key + 1 :]]
             self.holder.put(getattr(old, "_make", type(old))(entries))
         elif isinstance(self.holder, types.FunctionType):
-            self.holder.__defaults__ = value
+            setattr(self.holder, self.key, value)
         elif isinstance(self.holder, functools.partial):
             self.holder.__setstate__((self.holder.func, value, self.holder.keywords, vars(self.holder)))  # type: ignore[attr-defined] - no stub
         else:
@@ -95,7 +95,7 @@ class Reached:
         self.owners = list(dict.fromkeys(owner for each in self.modules for owner in each.modules()))
         if any(isinstance(owner, torch.jit.ScriptModule) for owner in self.owners):
             raise no_torchscript()
-        self.registered: dict[Tensor, list[tuple[nn.Module, str, str]]] = {}
+        self.registered: dict[Any, list[tuple[nn.Module, str, str]]] = {}
         for owner in self.owners:
             for registry in ("_parameters", "_buffers"):
                 for name, value in getattr(owner, registry).items():
@@ -167,9 +167,10 @@ class Reached:
         return (
             [_number(place.get()) for place in self._held],
             [[_number(x) for x in _entries(each)] for each in self._containers],
-            [x for owner in owners for x in vars(owner).values() if type(x) in _NUMBERS],
-            [len(owner._parameters) + len(owner._buffers) for owner in owners],
-            [child for owner in owners for child in vars(owner)["_modules"].values()],
+            [[(name, repr(x)) for name, x in vars(owner).items() if type(x) in _NUMBERS] for owner in owners],
+            # A name may be registered without a tensor, and get one later.
+            [sum(x is not None for x in (*o._parameters.values(), *o._buffers.values())) for o in owners],
+            [[*vars(owner)["_modules"].items()] for owner in owners],
         )
 
     def tensors(self) -> list[Tensor] | None:
@@ -281,7 +282,8 @@ def _serves(x: Any, y: Any) -> bool:
 def _next(x: Any) -> list[Any]:
     """Where a function, or a container that it reaches, leads."""
     if isinstance(x, functools.partial):
-        return [x.func, *_given(x, "args", x.args), *_changing(x.keywords)]
+        has_tensors = any(isinstance(arg, (torch.Tensor, tuple)) and not _is_constant(arg) for arg in x.args)
+        return [x.func, *([_Place(x, "args")] if has_tensors else x.args), *_changing(x.keywords)]
     if isinstance(x, types.MethodType):
         return [x.__self__, x.__func__]
     if isinstance(x, (list, dict)):
@@ -290,9 +292,11 @@ def _next(x: Any) -> list[Any]:
         return list(x)
     if isinstance(x, types.FunctionType):
         # Thousands of objects lie behind those of this package's functions, and none is a user's.
-        names = [] if (x.__module__ or "").startswith("primitives.") else _globals(x.__code__)
+        is_ours = (x.__module__ or "").startswith("primitives.")
+        names = [] if is_ours else _globals(x.__code__)
         variables = [_Place(x.__globals__, name) for name in names if name in x.__globals__]
-        defaults = [*_given(x, "__defaults__", x.__defaults__), *_changing(x.__kwdefaults__ or {})]
+        kept = () if is_ours else ("__defaults__", "__kwdefaults__")
+        defaults = [_Place(x, name) for name in kept if getattr(x, name)]
         return [*variables, *(_Place(cell, _CELL) for cell in x.__closure__ or ()), *defaults]
     # What stands for a function.
     wrapped = getattr(x, "__wrapped__", None) if callable(x) and not isinstance(x, type) else None
@@ -317,12 +321,6 @@ def _changing(x: list[Any] | dict[Any, Any]) -> list[Any]:
     """Entries of a container, by their places where these hold tensors."""
     pairs = [(key, value) for key, value in _items(x) if not _is_constant(value)]
     return [_Place(x, key) if isinstance(value, (torch.Tensor, tuple)) else value for key, value in pairs]
-
-
-def _given(holder: Any, name: str, values: tuple[Any, ...] | None) -> list[Any]:
-    """What a function holds in a tuple: its place, where a tensor is among it."""
-    has_tensors = any(isinstance(x, (torch.Tensor, tuple)) and not _is_constant(x) for x in values or ())
-    return [_Place(holder, name)] if has_tensors else [*(values or ())]
 
 
 def _items(x: Any) -> list[tuple[Any, Any]]:

@@ -207,52 +207,6 @@ def test_what_a_function_assigns_is_lost_and_said_once(where, caplog):
     assert sum("assigns" in record.getMessage() for record in caplog.records) == 1
 
 
-class Weighted(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.net, self.hidden = nn.Linear(3, 1).double(), [nn.Linear(3, 1).double()]
-        self.weights, self.history = {"pde": 1.0, "all": [{"in": 2.0}]}, []
-        self.listed, self.pair = [1.0, data(1)], (2.0, data(1, seed=1))
-
-    def forward(self, x):
-        x = self.hidden[0](x) * x
-        return self.factor() * (self.net(x).square().mean() if len([*self.listed, *self.pair]) == 4 else x.sum())
-
-    def factor(self):
-        inner = self.weights["all"][0]["in"]
-        return self.weights["pde"] * inner * self.listed[0] * self.listed[1] * self.pair[0] * self.pair[1]
-
-    def train_step(self):
-        self.history.append(0.0)
-
-
-CHANGES = {
-    "entry": (lambda m: m.weights.update(pde=100.0), 1),
-    "entry inside": (lambda m: m.weights["all"][0].update({"in": 5.0}), 1),
-    "dictionary": (lambda m: setattr(m, "weights", {"pde": 7.0, "all": m.weights["all"]}), 1),
-    "number in a list": (lambda m: m.listed.__setitem__(0, 3.0), 1),
-    "tensor in a list": (lambda m: m.listed.__setitem__(1, m.listed[1] * 2), 0),
-    "list that grows": (lambda m: m.listed.append(0.0), 1),
-    "tuple": (lambda m: setattr(m, "pair", (3.0, m.pair[1])), 1),
-    "tuple that grows": (lambda m: setattr(m, "pair", (*m.pair, 1.0)), 1),
-    "tensor in a tuple": (lambda m: setattr(m, "pair", (2.0, m.pair[1] * 2)), 0),
-    "module": (lambda m: m.hidden.__setitem__(0, nn.Linear(3, 1).double()), 1),
-    "what forward does not read": (Weighted.train_step, 0),
-}
-
-
-@pytest.mark.parametrize("change, num_programs", CHANGES.values(), ids=CHANGES)
-@pytest.mark.parametrize("is_submodule", [False, True])
-def test_containers_of_modules(change, num_programs, is_submodule):
-    module = Weighted()
-    step = plainly(nn.Sequential(module) if is_submodule else module)
-    same(step(X), module(X))
-    change(module)
-    for _ in range(2):
-        same(step(X), module(X))
-    assert len(step.compiled.settings.programs) == 1 + num_programs
-
-
 def test_what_a_function_puts_into_containers_is_lost_and_said_once(caplog):
     logs, net = [], mlp()
     net.cache = {"last": 1.0}
