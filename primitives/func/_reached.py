@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dis
 import functools
@@ -105,7 +106,8 @@ class Reached:
         self._ties = [places for places in self.registered.values() if len(places) > 1]
         self._state = self._state_now()
         self._dicts = [x for x in self._containers if isinstance(x, dict)]
-        self._lists = [x for x in self._containers if isinstance(x, list)]
+        # No version counts the order of the second, which `move_to_end` changes.
+        self._lists = [x for x in self._containers if isinstance(x, (list, collections.OrderedDict))]
         # A guard of dictionaries, those of modules, versions, entries of lists, parameters and buffers.
         self._seen: tuple[Any, list[Any], list[int], list[Any], list[Tensor]] = None, [], [-1], [], []
 

@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -66,8 +67,11 @@ class Changing(nn.Module):
         self.register_buffer("shift", None)
         self.register_module("last", None)
         self.power, self.sign, self.a, self.b = 2, 0.0, 1, 2
+        self.ordered = OrderedDict(sin=torch.sin, exp=torch.exp)
 
     def forward(self, x):
+        for function in self.ordered.values():
+            x = function(x)
         for layer in self.first:
             x = layer(x)
         x = x.sin() if self.shift is None else x.sin() + self.shift
@@ -96,6 +100,7 @@ def _swap_names(m):
         lambda m: setattr(m, "power", True),
         lambda m: setattr(m, "sign", -0.0),
         _swap_names,
+        lambda m: m.ordered.move_to_end("sin"),
     ],
 )
 @pytest.mark.parametrize("is_dynamic", [False, True])
