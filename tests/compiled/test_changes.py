@@ -117,10 +117,10 @@ def test_attributes_of_modules(change, is_dynamic):
 
 @pytest.mark.parametrize("name", ["__defaults__", "__kwdefaults__"])
 def test_defaults(name):
-    def by_place(x, net=mlp(), scale=2.0):  # noqa: B008 - what it is about
+    def by_place(x, net=mlp(), scale=2.0):  # noqa: B008 - the test changes defaults that are modules
         return (net(x) * scale).square().sum()
 
-    def by_keyword(x, *, net=mlp(), scale=2.0):  # noqa: B008 - the same
+    def by_keyword(x, *, net=mlp(), scale=2.0):  # noqa: B008 - as above
         return (net(x) * scale).square().sum()
 
     function = by_place if name == "__defaults__" else by_keyword

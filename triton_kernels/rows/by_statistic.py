@@ -49,13 +49,16 @@ def fwd_emit(x, p, r, s, mask, num_cols: tl.constexpr):
         y_dot = y[1] * x[1] + y[2] * s[1]
     return y[0], y_dot
 
+def found(x, r, mask):
+    x = within(x, mask)
+    return summand(x{numbers}), value(x, within(r[0], mask){numbers})
+
 def along_x(t, y, a, v, s):
     return a * (y[3] * v + y[4] * s[1]) + t[2] * v * s[0] + t[1] * (s[2] + y[5] * s[0] * s[1])
 
 def double_backward_terms(x, p, r, mask):
     b, c, e = nothing(), nothing(), nothing()
-    k = within(x[1], mask)
-    t, y = summand(k{numbers}), value(k, within(r[0], mask){numbers})
+    t, y = found(x[1], r, mask)
     if x[0].type.is_block():
         b = tl.where(mask, y[2] * x[0], 0.0)
     if x[2].type.is_block():
@@ -66,8 +69,7 @@ def double_backward_terms(x, p, r, mask):
 
 def double_backward_emit(x, p, r, s, mask, num_cols: tl.constexpr):
     y_bar_bar, x_bar, x_dot_bar = nothing(), nothing(), nothing()
-    k = within(x[1], mask)
-    t, y = summand(k{numbers}), value(k, within(r[0], mask){numbers})
+    t, y = found(x[1], r, mask)
     if s[1].type.is_block():
         y_bar_bar = y[1] * x[2] + y[2] * s[1]
     if s[0].type.is_block():
@@ -78,8 +80,7 @@ def double_backward_emit(x, p, r, s, mask, num_cols: tl.constexpr):
 
 def bwd_jvp_terms(x, p, r, mask):
     b, c, e = nothing(), nothing(), nothing()
-    k = within(x[1], mask)
-    t, y = summand(k{numbers}), value(k, within(r[0], mask){numbers})
+    t, y = found(x[1], r, mask)
     if x[2].type.is_block():
         e = tl.where(mask, y[2] * x[2], 0.0)
     if x[3].type.is_block():
@@ -89,8 +90,7 @@ def bwd_jvp_terms(x, p, r, mask):
     return b, c, e
 
 def bwd_jvp_emit(x, p, r, s, mask, num_cols: tl.constexpr):
-    k = within(x[1], mask)
-    t, y = summand(k{numbers}), value(k, within(r[0], mask){numbers})
+    t, y = found(x[1], r, mask)
     if not x[3].type.is_block():
         return (y[1] * x[2] + t[1] * s[2],)
     moved = along_x(t, y, x[0], x[3], s)
