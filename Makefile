@@ -51,7 +51,7 @@ GPU_CHECK := import sys, torch; torch.cuda.is_available() or sys.exit(f"make gpu
 .PHONY: help demo test test-front test-kernels test-models nightly fuzz gpu gpu-test check perf machine-code doctest docs dist clean
 
 help:
-	@echo 'make demo      train on digits by torch, by torch repaired, and compiled: one table in a minute'
+	@echo 'make demo      a network with derivatives in its loss: torch, torch repaired, and compiled, in a minute'
 	@echo 'make test      every test that needs no GPU, the examples in the docs included'
 	@echo 'make test-models  models of transformers, diffusers and timm, unedited'
 	@echo 'make nightly   what takes long: full grids, all machine code, third orders compiled'
@@ -75,7 +75,8 @@ help:
 	@touch $@
 
 demo: $(call installed,demo)
-	$(RUN) -m perf.demo $(DEMO_ARGS)
+	@mkdir -p perf_output
+	PYTHONPATH=. $(RUN) docs/examples/pinn.py --output perf_output/demo.png $(DEMO_ARGS)
 
 test: test-front test-kernels doctest
 

@@ -1,1 +1,1 @@
-"""Programs that measure: the demo and the benchmarks."""
+"""Programs that measure."""

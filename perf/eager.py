@@ -115,7 +115,7 @@ def measure() -> Iterator[tuple[str, float, dict[str, float]]]:
         yield f"{name}, with backward", OPERATION_BOUND, both
     for model in (ConvNet, VisionTransformer):
         times = _times(lambda space, model=model: _step(model() if space is nn else pr.nn.convert(model())))
-        yield f"{model.__name__} of the demo, training step", STEP_BOUND, times
+        yield f"{model.__name__}, training step", STEP_BOUND, times
 
 
 def main() -> int:
