@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, ValuesView
-from typing import Any, NamedTuple, cast, overload
+from typing import Any, cast, overload
 
 import optree
 import torch
@@ -12,8 +12,8 @@ from torch.autograd.graph import GradientEdge
 
 from primitives._core.errors import DtypeError, LeafError, ShapeError, TreeError
 from primitives._core.trees.leaves import Meta, check_like
-from primitives._core.trees.overlay import align, key_path
 from primitives._core.typing import PyTree
+from primitives.tracing._leaves import Leaves
 
 __all__ = ["backward", "grad"]
 
@@ -145,10 +145,8 @@ def grad(
             "grad: allow_unused must be True or not given with materialize_grads=True, which replaces the gradients "
             "of unused inputs, got False."
         )
-    roots = _leaves("grad", "outputs", outputs, namespace)
-    targets = _leaves("grad", "inputs", inputs, namespace)
-    for leaves in (roots, targets) if is_grads_batched else ():
-        leaves.refuse_nested()
+    roots = _leaves("grad", "outputs", outputs, namespace, batched=is_grads_batched)
+    targets = _leaves("grad", "inputs", inputs, namespace, batched=is_grads_batched)
     cotangents = _cotangents("grad", roots, "grad_outputs", grad_outputs, batched=is_grads_batched)
     batch = cast("Tensor", cotangents[0]).shape[:1] if is_grads_batched else ()
     # torch cannot map over an empty axis: one gradient, of zeros, is computed and cut off.
@@ -186,37 +184,7 @@ def grad(
             zeros = zeros.expand((*batch, *leaf.shape)).clone() if batch else zeros
             gradients[i] = zeros.requires_grad_(create_graph)
     # A bare gradient would make `[0]`, which everybody writes after torch's function, its first row.
-    return (gradients[0],) if targets.treespec.is_leaf() else optree.tree_unflatten(targets.treespec, gradients)
-
-
-class _Leaves(NamedTuple):
-    """A tree of tensors and gradient edges: whose argument it is, its leaves, and how it was taken apart."""
-
-    function: str
-    name: str
-    values: list[Any]
-    treespec: Any
-    tree: Any
-    options: dict[str, Any]
-
-    def label(self, index: int, root: str | None = None) -> str:
-        """Key path of one leaf."""
-        return key_path(self.treespec.accessors()[index], self.name if root is None else root)
-
-    def refuse_nested(self) -> None:
-        """Raise where torch would, as an internal error: it has no batches of cotangents of nested tensors."""
-        for i, leaf in enumerate(self.values):
-            if _meta(leaf).shape is None:
-                raise LeafError(
-                    f"{self.function}: {self.label(i)} must not be a nested tensor with is_grads_batched=True, which "
-                    "torch has no batches of. Call it once for each cotangent."
-                )
-
-
-def _collected(tree: Any, options: dict[str, Any]) -> Any:
-    """`tree`, or the tuple of its elements if it is an iterable that is not a node, such as `module.parameters()`."""
-    single = isinstance(tree, (torch.Tensor, GradientEdge, str)) or not isinstance(tree, Iterable)
-    return tree if single or not optree.tree_is_leaf(cast("Any", tree), **options) else tuple(tree)
+    return (gradients[0],) if isinstance(targets.skeleton, int) else targets.join(gradients)
 
 
 def _is_edge(node: Any) -> bool:
@@ -224,24 +192,32 @@ def _is_edge(node: Any) -> bool:
     return isinstance(node, GradientEdge)
 
 
-def _leaves(function: str, name: str, tree: Any, namespace: str) -> _Leaves:
+def _collected(tree: Any, namespace: str) -> Any:
+    """`tree`, or the tuple of its elements if it is an iterable that is not a node, such as `module.parameters()`."""
+    single = isinstance(tree, (torch.Tensor, GradientEdge, str)) or not isinstance(tree, Iterable)
+    return tree if single or not optree.tree_is_leaf(cast("Any", tree), namespace=namespace) else tuple(tree)
+
+
+def _leaves(function: str, name: str, tree: Any, namespace: str, *, batched: bool = False) -> Leaves:
     """Leaves of `outputs` or `inputs`, each a gradient edge or a tensor that requires grad."""
-    options: dict[str, Any] = {"namespace": namespace, "is_leaf": _is_edge}
-    tree = _collected(tree, options)
-    leaves = _Leaves(function, name, *optree.tree_flatten(tree, **options), tree, options)
+    leaves = Leaves.of(_collected(tree, namespace), name, namespace, _is_edge)
     if not leaves.values:
         raise TreeError(f"{function}: {name} must hold at least one tensor, got none.")
     for i, leaf in enumerate(leaves.values):
-        if _is_edge(leaf):
-            continue
-        if not isinstance(leaf, torch.Tensor):
+        if not isinstance(leaf, (torch.Tensor, GradientEdge)):
             raise LeafError(
                 f"{function}: {leaves.label(i)} must be a tensor or a GradientEdge, got {type(leaf).__name__}."
             )
-        if not leaf.requires_grad:
+        if isinstance(leaf, torch.Tensor) and not leaf.requires_grad:
             raise LeafError(
                 f"{function}: {leaves.label(i)} must require grad, or result from tensors that do, got one that does "
                 "not. Call requires_grad_() on a tensor before it is used, and compute outside of no_grad."
+            )
+        if batched and _meta(leaf).shape is None:
+            # Torch would raise an internal error.
+            raise LeafError(
+                f"{function}: {leaves.label(i)} must not be a nested tensor with is_grads_batched=True, which torch "
+                "has no batches of. Call it once for each cotangent."
             )
     return leaves
 
@@ -253,38 +229,36 @@ def _meta(leaf: Any) -> Meta:
     return Meta(None if is_nested else torch.Size(source.shape), source.dtype, source.device)  # type: ignore[arg-type] - checked by name
 
 
-def _cotangents(function: str, outputs: _Leaves, name: str, tree: Any, *, batched: bool) -> list[Tensor | None]:
+def _cotangents(function: str, outputs: Leaves, name: str, tree: Any, *, batched: bool) -> list[Tensor | None]:
     """The cotangent of each output, `None` where it is implicit."""
-    if tree is None:
-        values: list[Any] = [None] * len(outputs.values)
-    else:
-        tree = _collected(tree, outputs.options)
-        values = align(function, name, tree, outputs.name, outputs.tree, outputs.options)
-    sizes: dict[str, int] = {}
+    values: list[Any] = [None] * len(outputs.values)
+    if tree is not None:
+        values = outputs.aligned(function, name, _collected(tree, outputs.namespace), str(outputs.roots))
+    given = outputs._replace(roots=name)
     for i, (output, value) in enumerate(zip(outputs.values, values, strict=True)):
-        labels = outputs.label(i, name), outputs.label(i)
-        if value is None:
-            _check_implicit(function, *labels, _meta(output), batched=batched)
-        else:
-            _check_cotangent(function, *labels, value, _meta(output), batched=batched)
-            if batched:
-                sizes[labels[0]] = value.shape[0]
-    if len(set(sizes.values())) > 1:
-        listed = ", ".join(f"{label} has {size}" for label, size in sizes.items())
+        meta = _meta(output)
+        if batched or value is not None or not _is_implicit(meta):
+            check = _check_implicit if value is None else _check_cotangent
+            check(function, given.label(i), outputs.label(i), value, meta, batched=batched)
+    if batched and len({value.shape[0] for value in values}) > 1:
+        listed = ", ".join(f"{given.label(i)} has {value.shape[0]}" for i, value in enumerate(values))
         raise ShapeError(f"{function}: all batch axes must have the same size, but {listed}.")
     return values
 
 
-def _check_implicit(function: str, label: str, output_label: str, meta: Meta, *, batched: bool) -> None:
+def _is_implicit(meta: Meta) -> bool:
+    """Whether a cotangent of 1 goes without saying."""
+    return meta.shape is not None and meta.shape.numel() == 1 and meta.dtype.is_floating_point
+
+
+def _check_implicit(function: str, label: str, output_label: str, _: None, meta: Meta, *, batched: bool) -> None:
     if batched:
         raise ShapeError(f"{function}: {label} must be given with is_grads_batched=True, got None.")
-    is_real, is_single = meta.dtype.is_floating_point, meta.shape is not None and meta.shape.numel() == 1
-    if not (is_real and is_single):
-        given = "is a nested tensor" if meta.shape is None else f"has shape {list(meta.shape)} and dtype {meta.dtype}"
-        raise (DtypeError if is_single else ShapeError)(
-            f"{function}: {label} must be given, got None: it is implicitly 1 only for a real output of one element, "
-            f"and {output_label} {given}."
-        )
+    given = "is a nested tensor" if meta.shape is None else f"has shape {list(meta.shape)} and dtype {meta.dtype}"
+    raise (ShapeError if meta.shape is None or meta.shape.numel() != 1 else DtypeError)(
+        f"{function}: {label} must be given, got None: it is implicitly 1 only for a real output of one element, "
+        f"and {output_label} {given}."
+    )
 
 
 def _check_cotangent(function: str, label: str, output_label: str, value: Any, meta: Meta, *, batched: bool) -> None:

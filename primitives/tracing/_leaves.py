@@ -27,9 +27,11 @@ class Leaves(NamedTuple):
     namespace: str
 
     @classmethod
-    def of(cls, tree: Any, roots: str | tuple[str, ...], namespace: str) -> Leaves:
+    def of(
+        cls, tree: Any, roots: str | tuple[str, ...], namespace: str, is_leaf: Callable[[Any], bool] | None = None
+    ) -> Leaves:
         """The leaves of `tree`."""
-        values, treespec = optree.tree_flatten(tree, namespace=namespace)
+        values, treespec = optree.tree_flatten(tree, is_leaf, namespace=namespace)
         return cls(values, optree.tree_unflatten(treespec, range(len(values))), roots, namespace)
 
     @classmethod
