@@ -1,5 +1,6 @@
 """`audit`: what it finds in models and functions, and that the table of torch's derivatives says what torch does."""
 
+import functools
 import linecache
 import sys
 
@@ -150,6 +151,14 @@ def test_a_cell_of_a_notebook_is_named_and_the_shell_is_not(file, shell):
         assert place.startswith("M, cell ")
     ((place, _),) = scope["audit"](nn.LayerNorm(3), (torch.randn(2, 3),)).findings[0].places.items()
     assert "test_audit.py" in place, "the shell is not the user"
+
+
+def test_a_package_beside_torch_is_not_torch():
+    scope = {}
+    exec(compile("def run(f, x):\n    return f(x, (3,))", f"{torch.__path__[0]}vision/ops.py", "exec"), scope)
+    (finding,) = pr.audit(functools.partial(scope["run"], F.layer_norm), (torch.randn(2, 3),)).findings
+    (place,) = finding.places
+    assert place.endswith("/torchvision/ops.py:2 in run")
 
 
 def test_reports_are_tables_in_a_notebook_and_text_elsewhere():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import linecache
 import re
 import textwrap
 import traceback
@@ -23,19 +22,15 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from primitives._audit.table import name_of, verdict_of
 from primitives._core.recomputation import nodes_of
+from primitives.tracing._errors import frames_of_user
 
-_PACKAGE = Path(__file__).resolve().parents[1]
 # Other operators that draw numbers have derivatives, as those of a gamma distribution and cuDNN's LSTM.
 _CONSTANTS = re.compile(
     "aten::(detach|lift_fresh|.*_like|new_.*|rand(n|int|perm)?|multinomial|"
     "(bernoulli|cauchy|exponential|geometric|log_normal|normal|poisson|uniform)(_functional)?_?)"
 )
-# Cells of a notebook, and files whose lines are not the user's: torch's, ours, the shell's, and code without a file.
+# Cells of a notebook.
 _CELL = re.compile(r"<ipython-input|.*[/\\]ipykernel_\d+[/\\]")
-_INNER = re.compile(
-    f"{re.escape(str(Path(torch.__file__).parent))}|{re.escape(str(_PACKAGE))}|.*[/\\\\](IPython|ipykernel)[/\\\\]|"
-    "<(?!ipython-input|python-input|stdin|doctest)"
-)
 
 
 def _storage(x: Tensor) -> int | None:
@@ -46,32 +41,25 @@ def _storage(x: Tensor) -> int | None:
         return None
 
 
-def _line(code: Any, line: int) -> str:
+def _told(frame: traceback.FrameSummary) -> str:
     """File, line and function in words; of a cell of a notebook, whose file says little, the text of the line too."""
-    path = Path(code.co_filename)
+    path = Path(frame.filename)
     shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else Path(*path.parts[-3:])
-    text = f"{shown}:{line} in {code.co_name}"
-    return f"cell {text}: {linecache.getline(str(path), line).strip()}" if _CELL.match(str(path)) else text
-
-
-def _line_of_stack(frame: Any) -> str:
-    """The innermost line of the user's from this frame on."""
-    while frame is not None and _INNER.match(frame.f_code.co_filename):
-        frame = frame.f_back
-    return "(no Python frame)" if frame is None else _line(frame.f_code, frame.f_lineno)
+    text = f"{shown}:{frame.lineno} in {frame.name}"
+    return f"cell {text}: {frame.line}" if _CELL.match(frame.filename) else text
 
 
 def told(error: BaseException) -> str:
     """An exception in words, and the innermost line of the user's that it came through."""
-    lines = [(f.f_code, n) for f, n in traceback.walk_tb(error.__traceback__) if not _INNER.match(f.f_code.co_filename)]
+    lines = [*map(_told, frames_of_user(traceback.walk_tb(error.__traceback__)))]
     text = textwrap.shorten(f"{type(error).__name__}: {error}", 160)
-    return f"{text} ({_line(*lines[-1])})" if lines else text
+    return f"{text} ({lines[-1]})" if lines else text
 
 
 def line_of_definition(function: Any) -> str:
     """Where a function or the forward of a module begins; empty where Python does not know."""
     code = getattr(inspect.unwrap(getattr(function, "forward", function)), "__code__", None)
-    return _line(code, code.co_firstlineno) if code else ""
+    return _told(traceback.FrameSummary(code.co_filename, code.co_firstlineno, code.co_name)) if code else ""
 
 
 def _functions(base: type = torch.autograd.Function) -> Iterator[tuple[Any, type]]:
@@ -135,7 +123,8 @@ class Recorder(TorchDispatchMode):
             frame = inspect.currentframe()
             call, function = self._applied(frame)
             module = f"{self._modules[-1]}, " if self._modules else ""
-            place = module + _line_of_stack(frame if function is None else call.f_back)
+            lines = frames_of_user(traceback.walk_stack(frame if function is None else call.f_back))
+            place = module + next(map(_told, lines), "(no Python frame)")
             if function is None and cut:
                 self.cuts[f"{place}: {cut}"] += 1
             if function is None and moves:

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import linecache
 import pathlib
+import re
 import sys
 import sysconfig
 import traceback
@@ -80,38 +81,28 @@ def errors_in_trace(function: str) -> contextlib.AbstractContextManager:
     return typed_errors(function) if torch_private.is_tracing() else contextlib.nullcontext()
 
 
-_FOREIGN = tuple(
-    f"{path}/"
-    for path in (
-        pathlib.Path(torch.__file__).parent,
-        pathlib.Path(optree.__file__).parent,
-        pathlib.Path(__file__).resolve().parent.parent,
-        sysconfig.get_path("stdlib"),
-    )
+_PACKAGES = [pathlib.Path(file).parent for file in (torch.__file__, optree.__file__, pathlib.Path(__file__).parent)]
+# Files whose lines are not the user's: torch's, ours, Python's but for what is installed in its folder, those of the
+# shell of a notebook, and code without a file that libraries make.
+_FOREIGN = re.compile(
+    f"({'|'.join(re.escape(str(path)) for path in _PACKAGES)})/|{re.escape(sysconfig.get_path('stdlib'))}/"
+    r"(?!.*(site|dist)-packages)|.*[/\\](IPython|ipykernel)[/\\]|<(string|frozen|eval)"
 )
-# Code that has no file, but that of a prompt or a doctest, is made by libraries.
-_GENERATED = ("<string>", "<frozen", "<eval")
+_is_foreign = functools.cache(_FOREIGN.match)
 
 
-@functools.cache
-def _is_users(filename: str) -> bool:
-    """Whether a file is the user's, or a library's, and not torch's, Python's or of this package."""
-    installed = "site-packages" in filename and not filename.startswith(_FOREIGN)
-    return installed or not (filename.startswith(_FOREIGN) or filename.startswith(_GENERATED))
-
-
-def _users(frames: Iterable[tuple[Any, int]]) -> Iterator[traceback.FrameSummary]:
-    """Those frames that are the user's."""
+def frames_of_user(frames: Iterable[tuple[Any, int]]) -> Iterator[traceback.FrameSummary]:
+    """Those frames, of pairs of frame and line, that are the user's or a library's."""
     for frame, number in frames:
         code = frame.f_code
-        if _is_users(code.co_filename):
+        if not _is_foreign(code.co_filename):
             linecache.lazycache(code.co_filename, frame.f_globals)
             # Torch's and this package's many frames are left out before anybody reads their source.
             yield traceback.FrameSummary(code.co_filename, number, code.co_name, lookup_line=False)
 
 
 def _innermost(frames: Iterable[tuple[Any, int]]) -> str:
-    found = next(_users(frames), None)
+    found = next(frames_of_user(frames), None)
     if found is None:
         return "(a line outside Python files)"
     return f"{found.filename}:{found.lineno}" + (f": {found.line}" if found.line else "")
@@ -124,4 +115,4 @@ def current_line() -> str:
 
 def current_stack() -> str:
     """The frames of the user that are running, as in a traceback."""
-    return "".join(traceback.format_list([*_users(traceback.walk_stack(sys._getframe(1)))][::-1]))
+    return "".join(traceback.format_list([*frames_of_user(traceback.walk_stack(sys._getframe(1)))][::-1]))

@@ -1,6 +1,7 @@
 """Code that no graph can hold is refused with the user's line; all else gives the results of eager autograd."""
 
 import re
+import sysconfig
 
 import pytest
 import torch
@@ -81,6 +82,13 @@ def test_what_no_graph_can_hold(name, case):
     fn, error, text = REFUSED[case]
     with pytest.raises(error, match=rf"(?s)^{name}: .*{re.escape(text)}.*{LINE}"):
         TRACES[name](fn, leaf(3))
+
+
+def test_the_line_of_a_library_in_the_folder_of_python():
+    scope, file = {}, f"{sysconfig.get_path('stdlib')}/site-packages/library.py"
+    exec(compile("def run(x):\n    return x * x.sum().item()", file, "exec"), scope)
+    with pytest.raises(pr.TraceError, match=rf"{re.escape(file)}:2"):
+        trace_joint(scope["run"], (leaf(3),))
 
 
 # Tensors from elsewhere.
