@@ -214,7 +214,7 @@ def primals_call(
 
 
 def transformed(
-    function: str, func: Callable[..., Any], options: dict[str, Any], run: Callable[..., Any], *arguments: Any
+    function: str, func: Callable[..., Any], run: Callable[..., Any], *arguments: Any, **options: Any
 ) -> Callable[..., Any]:
     """What the transform named `function` makes of `func`: `run(given, *arguments)`, `given` as `FlatCall` takes it.
 

@@ -60,8 +60,7 @@ def jacrev(
         {'square': {'a': tensor([[2., 0.],
                 [0., 4.]])}}
     """
-    options = {"namespace": namespace, "is_leaf": is_leaf}
-    return _matrix("jacrev", func, options, argnums, has_aux, randomness, chunk_size)
+    return _matrix("jacrev", func, argnums, has_aux, randomness, chunk_size, namespace=namespace, is_leaf=is_leaf)
 
 
 def jacfwd(
@@ -85,8 +84,7 @@ def jacfwd(
         (tensor([[3., 0.],
                 [0., 3.]]), tensor([1., 2.]))
     """
-    options = {"namespace": namespace, "is_leaf": is_leaf}
-    return _matrix("jacfwd", func, options, argnums, has_aux, randomness, chunk_size)
+    return _matrix("jacfwd", func, argnums, has_aux, randomness, chunk_size, namespace=namespace, is_leaf=is_leaf)
 
 
 def hessian(
@@ -118,10 +116,10 @@ def hessian(
     return jacfwd(jacrev(func, argnums, **keywords), argnums, chunk_size=chunk_size, **keywords)
 
 
-def _matrix(function: str, func: Callable, options: dict[str, Any], *arguments: Any) -> Callable[..., Any]:
+def _matrix(function: str, func: Callable, *arguments: Any, **options: Any) -> Callable[..., Any]:
     """The function that a transform returns; its own arguments are checked at once."""
     check_vmap_options(function, arguments[2], "chunk_size", arguments[3])
-    return transformed(function, func, options, _jacobian, *arguments)
+    return transformed(function, func, _jacobian, *arguments, **options)
 
 
 @eager_after_break

@@ -49,8 +49,7 @@ def functionalize(
         >>> [node.name for node in graph.nodes if node.op == "call_function"]
         ['clone', 'add']
     """
-    options = {"namespace": namespace, "is_leaf": is_leaf}
-    return transformed("functionalize", func, options, _functionalized, remove)
+    return transformed("functionalize", func, _functionalized, remove, namespace=namespace, is_leaf=is_leaf)
 
 
 @eager_after_break

@@ -48,8 +48,7 @@ def grad(
         >>> pr.func.grad(lambda params, x: params["w"] @ x + params["b"] ** 2)(params, torch.tensor([5.0, 7.0]))
         {'w': tensor([5., 7.]), 'b': tensor(6.), 'unused': None}
     """
-    options = {"namespace": namespace, "is_leaf": is_leaf}
-    return transformed("grad", func, options, _grad, argnums, has_aux)
+    return transformed("grad", func, _grad, argnums, has_aux, namespace=namespace, is_leaf=is_leaf)
 
 
 def grad_and_value(
@@ -71,8 +70,7 @@ def grad_and_value(
         >>> pr.func.grad_and_value(lambda x: (x**2).sum())(torch.tensor([1.0, 2.0]))
         (tensor([2., 4.]), tensor(5.))
     """
-    options = {"namespace": namespace, "is_leaf": is_leaf}
-    return transformed("grad_and_value", func, options, _grad, argnums, has_aux)
+    return transformed("grad_and_value", func, _grad, argnums, has_aux, namespace=namespace, is_leaf=is_leaf)
 
 
 @eager_after_break

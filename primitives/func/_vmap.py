@@ -63,9 +63,8 @@ def vmap(
         tensor([30., 70.])
     """
     check_vmap_options("vmap", randomness, "chunk_size", chunk_size)
-    options = {"namespace": namespace, "is_leaf": is_leaf}
     arguments = in_dims, out_dims, randomness, lambda batch_size: chunk_size or batch_size
-    return transformed("vmap", func, options, _run, *arguments)
+    return transformed("vmap", func, _run, *arguments, namespace=namespace, is_leaf=is_leaf)
 
 
 def chunk_vmap(
@@ -89,93 +88,75 @@ def chunk_vmap(
         tensor([2., 2., 2., 2., 2.])
     """
     check_vmap_options("chunk_vmap", randomness, "chunks", chunks)
-    options = {"namespace": namespace, "is_leaf": is_leaf}
     arguments = in_dims, out_dims, randomness, lambda batch_size: -(-batch_size // chunks)
-    return transformed("chunk_vmap", func, options, _run, *arguments)
+    return transformed("chunk_vmap", func, _run, *arguments, namespace=namespace, is_leaf=is_leaf)
 
 
 @eager_after_break
-def _run(call: tuple, in_dims: Any, out_dims: Any, randomness: str, chunk_size: Callable[[int], int]) -> Any:
+def _run(given: tuple, in_dims: Any, out_dims: Any, randomness: str, chunk_size: Callable[[int], int]) -> Any:
     """Call a mapped function, a chunk at a time, of a size that depends on the length of the mapped axes."""
-    mapped_call = _MappedCall(FlatCall(*call), call[2], in_dims, out_dims)
-    return mapped_call.run(chunk_size(mapped_call.batch_size), randomness)
+    call = FlatCall(*given)
+    dims = _argument_dims(call, given[2], in_dims)
+    batch_size = _common_size(call, dims)
+    # Filled while the function runs; torch looks at `mapped_dims` after that.
+    output_dims: list[int | None] = []
+    mapped_dims: Any = []
+    whole: list[Tensor] = []
 
-
-class _MappedCall:
-    """One call of a mapped function: its tensors, and the axis of each."""
-
-    def __init__(self, call: FlatCall, args: tuple, in_dims: Any, out_dims: Any) -> None:
-        self._call, self._out_dims = call, out_dims
-        self._in_dims = _argument_dims(call, args, in_dims)
-        self.batch_size = _common_size(call, self._in_dims)
-        self._output_dims: list[int | None] = []
-        # Filled while the function runs; torch looks at `out_dims` after that.
-        self._mapped_dims: list[int] = []
-        self._whole: list[Tensor] = []
-
-    def run(self, chunk_size: int, randomness: str) -> Any:
-        """Call the function on `chunk_size` entries of the mapped axes at a time."""
-        out_dims: Any = self._mapped_dims
-        vectorized = torch.func.vmap(self._flat, tuple(self._in_dims), out_dims, randomness)
-        tensors = self._call.tensors
-        if chunk_size >= self.batch_size:
-            # The tensors as they are, not views of them: what the function writes to, or returns, is the argument.
-            return self._joined([vectorized(*tensors)])
-        split = [None if dim is None else self._split(i, chunk_size, dim) for i, dim in enumerate(self._in_dims)]
-        rewind = rewinder(tensors) if randomness == "same" else None
-        chunks = []
-        for i in range(-(-self.batch_size // chunk_size)):
-            if rewind is not None:
-                rewind()
-            pairs = zip(tensors, split, strict=True)
-            chunks.append(vectorized(*[tensor if pieces is None else pieces[i] for tensor, pieces in pairs]))
-        return self._joined(chunks)
-
-    def _split(self, index: int, chunk_size: int, dim: int) -> Sequence[Tensor]:
-        tensor = self._call.tensors[index]
-        if tensor.is_nested:
-            raise LeafError(
-                f"{self._call.function}: {self._call.labels()[index]} must not be a nested tensor to be mapped in "
-                "chunks, as torch cannot split it. Map it in one."
-            )
-        # One by one, unlike those of `split`, the pieces may be written to where they are differentiated.
-        starts = range(0, self.batch_size, chunk_size)
-        return [tensor.narrow(dim, start, min(chunk_size, self.batch_size - start)) for start in starts]
-
-    def _joined(self, chunks: list[list[Tensor]]) -> Any:
-        """The output tree of all chunks."""
-        columns = [list(column) for column in zip(*chunks, strict=True)]
-        # Chunks are let go of column by column, so that one leaf is in memory twice, and not all of them.
-        chunks.clear()
-        leaves: list[Tensor] = []
-        whole = list(self._whole)
-        for dim in self._output_dims:
-            if dim is None:
-                leaves.append(whole.pop(0))
-                continue
-            pieces = columns.pop(0)
-            leaves.append(pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim))
-        return self._call.output.join(leaves)
-
-    def _flat(self, *tensors: Tensor) -> list[Tensor]:
+    def flat(*tensors: Tensor) -> list[Tensor]:
         """The function on one entry. Its unmapped results are set aside: they need no unwrapping."""
-        output, partition = self._call(*tensors), self._call.output
+        output, partition = call(*tensors), call.output
         leaves = partition.split(output)
         # torch takes a 1-tuple for the axis of a single tensor too.
-        single = isinstance(output, torch.Tensor) and isinstance(self._out_dims, tuple) and len(self._out_dims) == 1
-        out_dims = self._out_dims[0] if single else self._out_dims
+        single = isinstance(output, torch.Tensor) and isinstance(out_dims, tuple) and len(out_dims) == 1
+        own_dims = out_dims[0] if single else out_dims
         names = "out_dims", "output"
-        self._output_dims = _leaf_dims(self._call.function, names, out_dims, output, partition, leaves, 1)
-        self._mapped_dims[:] = [dim for dim in self._output_dims if dim is not None]
-        self._whole, mapped = [], []
-        for i, (leaf, dim) in enumerate(zip(leaves, self._output_dims, strict=True)):
+        output_dims[:] = _leaf_dims(call.function, names, own_dims, output, partition, leaves, 1)
+        mapped_dims[:] = [dim for dim in output_dims if dim is not None]
+        whole[:], mapped = [], []
+        for i, (leaf, dim) in enumerate(zip(leaves, output_dims, strict=True)):
             if dim is None and _is_mapped(leaf):
                 raise TreeError(
-                    f"{self._call.function}: out_dims of {partition.label(i, 'output')} must be an int, as it is "
-                    "mapped, got None."
+                    f"{call.function}: out_dims of {partition.label(i, 'output')} must be an int, as it is mapped, got "
+                    "None."
                 )
-            (self._whole if dim is None else mapped).append(leaf)
+            (whole if dim is None else mapped).append(leaf)
         return mapped
+
+    vectorized = torch.func.vmap(flat, tuple(dims), mapped_dims, randomness)
+    # Of one chunk the tensors as they are, not views: what the function writes to, or returns, is the argument.
+    chunks = [call.tensors]
+    if (size := chunk_size(batch_size)) < batch_size:
+        starts = range(0, batch_size, size)
+        chunks = zip(*[_pieces(call, i, dim, starts, batch_size) for i, dim in enumerate(dims)], strict=True)
+    rewind = rewinder(call.tensors) if randomness == "same" and size < batch_size else None
+    results = []
+    for chunk in chunks:
+        if rewind is not None:
+            rewind()
+        results.append(vectorized(*chunk))
+    # Chunks are let go of column by column, so that one leaf is in memory twice, and not all of them.
+    columns = [list(column) for column in zip(*results, strict=True)]
+    results.clear()
+    leaves: list[Tensor] = []
+    for dim in output_dims:
+        pieces = [whole.pop(0)] if dim is None else columns.pop(0)
+        leaves.append(pieces[0] if dim is None or len(pieces) == 1 else torch.cat(pieces, dim))
+    return call.output.join(leaves)
+
+
+def _pieces(call: FlatCall, index: int, dim: int | None, starts: range, batch_size: int) -> Sequence[Tensor]:
+    """One tensor of a call for each chunk."""
+    tensor = call.tensors[index]
+    if dim is None:
+        return [tensor] * len(starts)
+    if tensor.is_nested:
+        raise LeafError(
+            f"{call.function}: {call.labels()[index]} must not be a nested tensor to be mapped in chunks, as torch "
+            "cannot split it. Map it in one."
+        )
+    # One by one, unlike those of `split`, the pieces may be written to where they are differentiated.
+    return [tensor.narrow(dim, start, min(starts.step, batch_size - start)) for start in starts]
 
 
 def _argument_dims(call: FlatCall, args: tuple, in_dims: Any) -> list[int | None]:
