@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _functorch  # type: ignore[attr-defined] - no stub
 from torch.autograd import forward_ad
 
 from primitives._core.autograd import is_transforming
@@ -104,6 +105,15 @@ def cumulative_weight(num_batches: Tensor) -> Tensor:
     """One over the number of batches, in the precision of a Python number where the device has it."""
     dtype = torch.float32 if num_batches.device.type == "mps" else torch.float64
     return num_batches.to(dtype).reciprocal()
+
+
+def shares_memory(x: Tensor, y: Tensor) -> bool:
+    """Whether two tensors have one storage, below all transforms."""
+    while _functorch.is_functorch_wrapped_tensor(x):
+        x = _functorch.get_unwrapped(x)
+    while _functorch.is_functorch_wrapped_tensor(y):
+        y = _functorch.get_unwrapped(y)
+    return x is y or torch._C._is_alias_of(x, y)  # type: ignore[attr-defined] - no stub
 
 
 def spans_overlap(x: Tensor, y: Tensor) -> bool:

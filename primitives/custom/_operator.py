@@ -14,7 +14,6 @@ from primitives._core.errors import MutationError
 from primitives._core.fast_path import fast_path_keys
 from primitives._core.primitive import Primitive
 from primitives._core.write_back import write_back
-from primitives.custom._mutation import check_targets
 from primitives.custom._rules import Rules, operators
 from primitives.custom._user_rule import check_signature
 from primitives.custom.trees.calls import Signature
@@ -84,7 +83,7 @@ class CustomOp(Generic[_P, _R]):
         trees, static = self.signature.bind(*args, **kwargs)
         leaves, structure = self.table.flatten(trees, static)
         if structure.mutated:
-            check_targets(self.qualified_name, structure, leaves)
+            structure.check_targets(leaves)
         values = self._call(leaves, structure.number)
         results = structure.results or structure.settled
         if structure.mutated:

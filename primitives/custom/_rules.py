@@ -18,7 +18,7 @@ from primitives._core.spec import ResidualLayout, Spec
 from primitives._core.statistics import refuse_cotangent, refused_tangent
 from primitives._core.trees.leaves import Partition
 from primitives._core.trees.overlay import spread
-from primitives.custom._mutation import shares_memory, with_copies, without_written
+from primitives._core.write_back import shares_memory
 from primitives.custom._user_rule import BackwardContext, UserRule, VmapInfo
 from primitives.custom.trees.calls import Results, Structure
 from primitives.custom.trees.table import StructureTable
@@ -79,7 +79,7 @@ class SavedTree:
         if computed and any(has_derivatives(x.dtype) for x in computed):
             tensors += leaves
         if structure.mutated:
-            tensors = without_written(structure, leaves, tensors)
+            tensors = structure.without_written(leaves, tensors)
         # Where one output alone has a derivative, its cotangent is never absent.
         is_single = len(flat_outputs) - len(structure.results.constants) == 1
         output_metas = None if is_single else [(x.shape, x.dtype, x.device) for x in flat_outputs]
@@ -111,7 +111,7 @@ class Inputs(ResidualLayout):
     def pack(self, args: Sequence[Any], outputs: Sequence[Any]) -> tuple[Sequence, tuple]:
         """The arguments, with copies of what the call will write."""
         leaves, number = args
-        return super().pack((without_written(self._rules.structures[number], leaves, leaves), number), outputs)
+        return super().pack((self._rules.structures[number].without_written(leaves, leaves), number), outputs)
 
 
 class Rules(RuleTable):
@@ -168,7 +168,7 @@ class Rules(RuleTable):
             structure = self.structures[number]
             updated: list[Tensor] = []
             if structure.mutated:
-                leaves, updated = with_copies(structure, leaves)
+                leaves, updated = structure.with_copies(leaves)
             output = function(*(leaves if structure.is_flat else structure.trees(leaves)), **structure.static)
             results = structure.results
             if results is not None and results.is_single and isinstance(output, torch.Tensor):
@@ -193,7 +193,7 @@ class Rules(RuleTable):
 
         def run(leaves: list[Tensor], number: int) -> list[Tensor]:
             structure = self.structures[number]
-            leaves, updated = with_copies(structure, leaves)
+            leaves, updated = structure.with_copies(leaves)
             outputs = self._settle(rule, structure, rule.function(*structure.trees(leaves), **structure.static))
             constants = structure.results.constants
             return [x.detach() if i in constants else x for i, x in enumerate(outputs)] + updated

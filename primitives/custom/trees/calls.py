@@ -13,10 +13,13 @@ from itertools import accumulate, islice
 from typing import Any, NamedTuple, cast
 
 import optree
+import torch
+from torch import Tensor
 
-from primitives._core.errors import TreeError
+from primitives._core.errors import MutationError, TreeError
 from primitives._core.sequences import tuple_maker
 from primitives._core.trees.overlay import key_path
+from primitives._core.write_back import shares_memory, spans_overlap
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -148,6 +151,37 @@ class Structure:
     def masks(self, values: Sequence[Any]) -> Any:
         """One tree per positional argument by name, with `values` for the tensors and `None` for all other leaves."""
         return self.signature.Inputs(*self.trees(values, None), *[None] * len(self.static))
+
+    def with_copies(self, leaves: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """The tensors of a call with copies in the place of those that are updated, and the copies.
+
+        So the operator is pure: it returns the new values, and writing them is an operator of its own.
+        """
+        updated = [leaves[i].clone() for i in self.mutated]
+        copies = dict(zip(self.mutated, updated, strict=True))
+        return [copies.get(i, x) for i, x in enumerate(leaves)] if updated else leaves, updated
+
+    def without_written(self, leaves: Sequence[Tensor], tensors: list[Tensor]) -> list[Tensor]:
+        """`tensors` to be saved, with copies of what the call will write: the backward pass must find it unchanged."""
+        # A tensor that requires grad is never written to: this is the pure form.
+        written = [leaves[i] for i in self.mutated if not leaves[i].requires_grad]
+        return [x.clone() if any(shares_memory(x, y) for y in written) else x for x in tensors]
+
+    def check_targets(self, leaves: Sequence[Tensor]) -> None:
+        """Raise `MutationError` if a tensor that is to be written requires grad, or shares memory with another one."""
+        for i in self.mutated:
+            x, name = leaves[i], self.signature.name
+            if x.requires_grad and torch.is_grad_enabled():
+                raise MutationError(
+                    f"{name}: {self.label(i)} is updated in place and must not require grad. Pass "
+                    f"{self.label(i)}.detach(), or use the pure form, `pure`, which returns the new value."
+                )
+            for j, y in enumerate(leaves):
+                if i != j and shares_memory(x, y) and (x is y or spans_overlap(x, y)):
+                    raise MutationError(
+                        f"{name}: {self.label(i)} is updated in place and shares memory with {self.label(j)}, which "
+                        "would see the update or undo it. Pass a clone."
+                    )
 
     def new_trees(self, values: Sequence[Any]) -> list[Any]:
         """The updated arguments, from the new values of their tensors."""
