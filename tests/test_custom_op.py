@@ -6,6 +6,7 @@ import dataclasses
 import pickle
 from typing import Any, NamedTuple
 
+import numpy as np
 import optree
 import pytest
 import torch
@@ -56,6 +57,15 @@ def test_static_values_that_python_calls_equal_are_told_apart(kind):
     values = [op(x, by=kind(by)).item() for by in (1, True, 0.0, -0.0, 2.0, 1)]
     assert values == [2.0, 0.5, float("inf"), -float("inf"), 0.5, 2.0]
     assert len({op.table.flatten((x,), {"by": kind(float("nan"))})[1].number for _ in range(3)}) == 1
+
+
+def test_numbers_in_sets_and_scalars_of_numpy_are_told_apart():
+    divided = operator(lambda x, *, by: x // next(iter(by)) if {*map(type, by)} == {int} else x / next(iter(by)))
+    x = torch.tensor([5.0])
+    assert [divided(x, by=frozenset({n})).item() for n in (2, 2.0, 2)] == [2.0, 2.5, 2.0]
+    signed = operator(lambda x, *, by: torch.copysign(x, torch.tensor(float(by))))
+    assert [signed(x, by=kind(by)).item() for kind in (np.float32, np.float16) for by in (0.0, -0.0)] == [5, -5] * 2
+    assert len({signed.table.flatten((x,), {"by": np.float32("nan")})[1].number for _ in range(3)}) == 1
 
 
 def test_the_order_and_the_values_of_dicts_are_the_callers():
