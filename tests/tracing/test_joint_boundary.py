@@ -145,11 +145,17 @@ def test_derivatives_go_through():
     torch.testing.assert_close(per_sample, torch.func.vmap(torch.func.grad(stopped))(batch))
 
 
-CONSTANTS = [(float("nan"), 2.0), (np.array([1.0, np.nan]), np.ones(2)), (np.ones(3), np.ones(3, dtype=np.float32))]
+CONSTANTS = [
+    (float("nan"), 2.0),
+    (0.0, -0.0),
+    (complex(0.0, 0.0), complex(0.0, -0.0)),
+    (np.array([1.0, np.nan]), np.ones(2)),
+    (np.ones(3), np.ones(3, dtype=np.float32)),
+]
 
 
 @pytest.mark.parametrize("constant, other", CONSTANTS)
-def test_constants_that_do_not_equal_themselves(constant, other):
+def test_constants_are_those_that_were_traced(constant, other):
     w = leaf(3)
     graph = trace_joint(lambda w, k: (w * 2).sum(), (w, constant), no_cotangents=True)
     assert torch.equal(graph((w, copy.deepcopy(constant)))[0], (w * 2).sum())

@@ -196,9 +196,10 @@ def _content(value: Any) -> Any:
         return kind, *map(_content, value)
     if isinstance(value, frozenset):
         return kind, frozenset(map(_content, value))
+    if hasattr(value, "dtype") and hasattr(value, "tobytes"):
+        hash(value)  # A scalar of numpy, not an array.
+        return kind, value.dtype, value.tobytes()
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         hash(value)  # Only what is frozen may be kept.
         return kind, *[_content(getattr(value, field.name)) for field in dataclasses.fields(value)]
-    # Of scalars of numpy the bits; an array has no hash.
-    is_scalar = hasattr(value, "dtype") and hasattr(value, "tobytes") and hash(value) is not None
-    return (kind, value.dtype, value.tobytes()) if is_scalar else (kind, value)
+    return kind, value

@@ -101,6 +101,9 @@ def _same(x: Any, y: Any) -> bool:
     """Whether two constants are of one type and equal; numbers that are none, and arrays with them, may be so."""
     if x is y or type(x) is not type(y):
         return x is y
+    if isinstance(x, (float, complex)):
+        # Zeros have signs.
+        return repr(x) == repr(y)
     try:
         same = (x == y) | ((x != x) & (y != y))
         return bool(same.all() and (x.dtype, x.shape) == (y.dtype, y.shape) if hasattr(same, "all") else same)
