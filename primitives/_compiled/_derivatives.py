@@ -20,7 +20,7 @@ from torch.autograd import forward_ad
 
 from primitives._compiled._graphs import Settings, compiling, cut, joint_graph, program_of
 from primitives._compiled._recorded import Guarded, Recording
-from primitives._compiled._simplified import from_the_start, of_any_strides, read_by_offset
+from primitives._compiled._simplified import absent_results, from_the_start, of_any_strides, read_by_offset
 from primitives._core.errors import MissingRuleError
 from primitives._core.recomputation import Batched, Derived, Pullback, Pushforward, Recomputable
 from primitives.tracing import JointGraph
@@ -40,9 +40,8 @@ _OLDER_VMAP = _C._dispatch_key_parse("VmapMode")
 
 def _is_here() -> bool:
     """Whether programs may run: no trace and no transform is around, nor torch's older vmap."""
-    if _C._len_torch_dispatch_stack() or _functorch.peek_interpreter_stack() is not None:
-        return False
-    return not _C._dispatch_tls_is_dispatch_key_included(_OLDER_VMAP)
+    is_traced = _C._len_torch_dispatch_stack() or _functorch.peek_interpreter_stack() is not None
+    return not (is_traced or _C._dispatch_tls_is_dispatch_key_included(_OLDER_VMAP))
 
 
 def _in_a_vmap() -> bool:
@@ -280,6 +279,9 @@ class Half(Compiled):
 class Resumed(Half):
     """The backward half: cotangents of wanted arguments from arguments, cotangents of results, and what was kept."""
 
+    num_tensors, resumes = 0, True
+    zeros: frozenset[int] = frozenset()
+
     def __call__(self, *values: Any) -> Tensors:
         given = [*values]
         for k in range(self.num_tensors, self.count):
@@ -296,9 +298,6 @@ class Resumed(Half):
     @functools.cached_property
     def _reads_strides(self) -> bool:
         return any(True for _ in self.run.graph.find_nodes(op="call_function", target=torch.ops.aten.sym_stride.int))
-
-    num_tensors = 0
-    resumes = True
 
 
 class Joint(Half):
@@ -381,7 +380,7 @@ class Joint(Half):
                 return pullback
             names, name = [*pullback.names, *self._kept], f"{self.inner.name}, backward"
             half = Resumed(pullback, num_tensors + len(given), module, self, name, names)
-            half.num_tensors, half._idle = num_tensors, self._idle
+            half.num_tensors, half._idle, half.zeros = num_tensors, self._idle, absent_results(module.graph)
             return half
 
         return self._once((wanted, given), make)

@@ -21,6 +21,7 @@ from primitives.tracing._torch_private import GraphModule
 __all__ = [
     "DECOMPOSITIONS",
     "FACTORED",
+    "absent_results",
     "from_the_start",
     "of_any_strides",
     "read_by_offset",
@@ -30,6 +31,8 @@ __all__ = [
 ]
 
 _aten = torch.ops.aten
+# Marks zeros that `moving` inputs do not lead to.
+_ABSENT = "is absent"
 # Zero where one of two arguments is.
 _PRODUCTS = {_aten.mul.Tensor, _aten.mul.Scalar, _aten.mm.default, _aten.bmm.default}
 # Zero where all tensors among the arguments are.
@@ -96,10 +99,15 @@ def without_zeros(graph: fx.Graph, zeros: Set[fx.Node], moving: Set[fx.Node] | N
             with graph.inserting_before(first):
                 like = {"dtype": value.dtype, "device": value.device}
                 made = graph.call_function(_aten.full.default, ([*value.shape], 0), like)
-            made.meta = {**node.meta}
+            made.meta = {**node.meta, _ABSENT: moving is not None}
             node.replace_all_uses_with(made)
     graph.eliminate_dead_code()
     return not symbolic
+
+
+def absent_results(graph: fx.Graph) -> frozenset[int]:
+    """Places of results that none of the `moving` inputs leads to, for which autograd has `None`."""
+    return frozenset(k for k, node in enumerate(graph.output_node().args[0]) if node.meta.get(_ABSENT))
 
 
 def of_any_strides(module: fx.GraphModule) -> fx.GraphModule:

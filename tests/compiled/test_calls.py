@@ -202,6 +202,18 @@ def test_what_a_recorded_gradient_does_not_depend_on_gets_none():
         assert [p.grad is None for p in net.parameters()] == [False, False, False, True]
 
 
+@pytest.mark.parametrize("is_jvp", [False, True])
+def test_what_a_given_cotangent_does_not_lead_to_gets_none(is_jvp):
+    """As an optimizer moves a parameter, by its decay, whose gradient is zero."""
+    heads = nn.ModuleList([mlp(nn.Identity), nn.Linear(3, 2).double()])
+    function = plainly(lambda x: [head(x) for head in heads])
+    if is_jvp:
+        torch.func.jvp(function, (X,), (X,))[1][0].square().sum().backward()
+    else:
+        function(X)[0].sum().backward()
+    assert [p.grad is None for p in heads.parameters()] == [False, False, False, is_jvp, True, True]
+
+
 def test_anomalies_are_looked_for_in_calls_and_not_in_traces():
     net = mlp()
     with torch.autograd.set_detect_anomaly(True):
