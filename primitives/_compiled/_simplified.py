@@ -107,7 +107,8 @@ def without_zeros(graph: fx.Graph, zeros: Set[fx.Node], moving: Set[fx.Node] | N
 
 def absent_results(graph: fx.Graph) -> frozenset[int]:
     """Places of results that none of the `moving` inputs leads to, for which autograd has `None`."""
-    return frozenset(k for k, node in enumerate(graph.output_node().args[0]) if node.meta.get(_ABSENT))
+    results: Any = graph.output_node().args[0]
+    return frozenset(k for k, node in enumerate(results) if node.meta.get(_ABSENT))
 
 
 def of_any_strides(module: fx.GraphModule) -> fx.GraphModule:
