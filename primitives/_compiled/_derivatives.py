@@ -158,8 +158,7 @@ class Compiled(Derived):
         return found
 
     def _fitting(self, key: Any, tensors: Sequence[Tensor]) -> Joint | None:
-        found = self.joints.get(key, ())
-        return next((each for each in found if not self.settings.dynamic or each.fits(tensors)), None)
+        return next((x for x in self.joints.get(key, ()) if not self.settings.dynamic or x.fits(tensors)), None)
 
     def recorded(self, tensors: Sequence[Tensor], kept: Sequence[Any] = ()) -> Tensors:
         """The results, with what a backward pass reads saved."""
@@ -280,7 +279,12 @@ class Resumed(Half):
     """The backward half: cotangents of wanted arguments from arguments, cotangents of results, and what was kept."""
 
     num_tensors, resumes = 0, True
-    zeros: frozenset[int] = frozenset()
+    _absent: frozenset[int] = frozenset()
+
+    @property
+    def zeros(self) -> frozenset[int]:
+        """Those that no cotangent given leads to."""
+        return self._absent
 
     def __call__(self, *values: Any) -> Tensors:
         given = [*values]
@@ -334,11 +338,8 @@ class Joint(Half):
             read.update(chain[0].all_input_nodes[0].name for chain in self._views.values())
             # Of sizes that are symbols views are kept.
             memory = {_memory(self._values[each]) for each in self._kept}
-            self.unread = frozenset(
-                i
-                for i, each in enumerate(self._primals)
-                if each not in read and _memory(self._values[each]) not in memory
-            )
+            is_free = [each not in read and _memory(self._values[each]) not in memory for each in self._primals]
+            self.unread = frozenset(i for i, each in enumerate(is_free) if each)
         else:
             # As the partitioner does.
             source = GraphModule(joint.module, fx_graph_cse(joint.graph))
@@ -380,7 +381,7 @@ class Joint(Half):
                 return pullback
             names, name = [*pullback.names, *self._kept], f"{self.inner.name}, backward"
             half = Resumed(pullback, num_tensors + len(given), module, self, name, names)
-            half.num_tensors, half._idle, half.zeros = num_tensors, self._idle, absent_results(module.graph)
+            half.num_tensors, half._idle, half._absent = num_tensors, self._idle, absent_results(module.graph)
             return half
 
         return self._once((wanted, given), make)
