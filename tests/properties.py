@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 from perf.ops.record import Op
 from perf.ops.samples import LAYOUTS, Sample
 from tests.call_properties import Call, CallRecorder, distinct, parts
-from tests.support import assert_close, coarsest, like, nested, subsets
+from tests.support import assert_close, coarsest, like, subsets
 
 
 def leaves(inputs: dict[str, Tensor | None], names: Sequence[str]) -> dict[str, Tensor | None]:
@@ -222,38 +222,7 @@ def recorded_calls(case: Op, sample: Sample, inputs: dict[str, Tensor | None]) -
     return [*recorder.calls, *vjps, *[jvp_call(case, sample, inputs, subset) for subset in chosen]]
 
 
-def _problem(case: Op, device: torch.device, positions: tuple[int, ...] | None, *, true: bool) -> tuple:
-    """`y` of the tiny sample as a function of its arguments, or without `positions` of one vector that holds them."""
-    inputs = case.inputs(case.tiny, torch.float64, device)
-    names = case.perturbable(case.tiny)
-    function, args = case.of(names, inputs, case.tiny, true=true), [inputs[name] for name in names]
-    if positions is not None:
-        return function, args
-
-    def of_vector(vector: Tensor) -> Tensor:
-        parts = vector.split([arg.numel() for arg in args])
-        return function(*[part.reshape(arg.shape) for part, arg in zip(parts, args, strict=True)])
-
-    return of_vector, [torch.cat([arg.flatten() for arg in args])]
-
-
-@functools.cache
-def true_derivative(case: Op, device: torch.device, positions: tuple[int, ...] | None, order: int) -> Tensor:
-    """Derivative of the plain formula in the arguments at `positions`, or in all of them."""
-    function, args = _problem(case, device, positions, true=True)
-    return nested(function, "f" * order, positions or 0)(*args)
-
-
-def check_nesting(
-    case: Op,
-    device: torch.device,
-    word: str,
-    positions: tuple[int, ...] | None,
-    compiler: Callable[[Callable[..., Tensor]], Callable[..., Tensor]] = lambda function: function,
-) -> None:
-    """The derivative that `word` spells has the value of the formula's."""
-    function, args = _problem(case, device, positions, true=False)
-    actual = compiler(nested(function, word, positions or 0))(*args)
-    assert_close(
-        actual, true_derivative(case, device, positions, len(word)), order=len(word), what=f"{word}, {positions}"
-    )
+def tiny_function(case: Op, device: torch.device) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]]:
+    """`y` of the tiny sample as a function of its differentiable arguments, and these."""
+    inputs, names = case.inputs(case.tiny, torch.float64, device), case.perturbable(case.tiny)
+    return case.of(names, inputs, case.tiny), tuple(inputs[name] for name in names)

@@ -14,11 +14,11 @@ import primitives as pr
 from perf.ops import CASES, FAMILIES
 from perf.ops.attention import ATTENTION, CAUSAL_ATTENTION, MASKED_ATTENTION
 from perf.ops.log_softmax import LOG_SOFTMAX
-from primitives.testing import check_rules
+from primitives.testing import check_rule, check_rules
 from tests import properties
 from tests.call_properties import BATCH, alone_and_together, check_call, check_vmap_of_call, distinct, fullest
 from tests.properties import second_order
-from tests.support import assert_close, dtype_id, like, nestings, subsets
+from tests.support import assert_close, dtype_id, like, subsets
 
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
@@ -73,47 +73,24 @@ def test_nan_and_infinity_propagate_as_in_torch(case, value, device):
 # Derivatives of higher order.
 
 
-def positions_of(case, word, turn):
-    """Which arguments a word differentiates in: None for all at once, else one position for each letter.
-
-    One argument by the outer levels, the input or the same by the inner ones: in order three these take turns, in order
-    four the words do. `tests/test_rules.py` has each set of arguments in order two.
-    """
-    order, count = len(word), len(case.perturbable(case.tiny))
-    if order == 3 and not case.family:
-        others = [(0, 0, 0), *((other, inner, other) for other in range(1, count) for inner in (0, other))]
-        yield others[turn % len(others)]
-    # Rules beyond second order are those of the op with these primitives, by another formula.
-    if order == 4 and turn % 2 and not case.family:
-        yield 0, 0, 0, 0
-    if order == 3:
-        yield None
+# Attention by each of its options.
+OF_FUNCTIONS = {case.name: case for case in CASES}
+OF_FUNCTIONS |= {"causal attention": CAUSAL_ATTENTION, "masked attention": MASKED_ATTENTION}
 
 
-# From the third order on both backends differentiate the references, by day a word of order four for most ops.
-NESTINGS = [
-    pytest.param(
-        *(case, word, positions),
-        id=f"{case.name}-{word}",
-        marks=[pytest.mark.in_turns(i + j), *[pytest.mark.nightly] * (len(word) > 3 and (i + j + j // 8) % 16 != 5)],
-    )
-    for i, case in enumerate(CASES)
-    for j, word in enumerate(nestings(3, 4))
-    if (positions := [*positions_of(case, word, i + j + j // 8)])
-]
-# Nightly those that the other takes by day: what the options change is the same in all.
-NESTINGS += [
-    pytest.param(case, word, [None], id=f"{name}-{word}", marks=[pytest.mark.nightly] * ((i + j) % 2))
-    for i, (name, case) in enumerate({"causal": CAUSAL_ATTENTION, "masked": MASKED_ATTENTION}.items())
-    for j, word in enumerate(nestings(3))
-]
-
-
+# From the third order on both backends differentiate the references. `tests/test_rules.py` has each set of arguments.
 @pytest.mark.usefixtures("backend")
-@pytest.mark.parametrize("case, word, positions", NESTINGS)
-def test_every_nesting(case, word, positions, device):
-    for each in positions:
-        properties.check_nesting(case, device, word, each)
+@pytest.mark.parametrize(
+    "name, order",
+    [
+        pytest.param(name, order, marks=[pytest.mark.in_turns(i), *[pytest.mark.nightly] * (order > 3)])
+        for order in (3, 4)
+        for i, name in enumerate(OF_FUNCTIONS)
+    ],
+)
+def test_every_nesting(name, order, device):
+    function, args = properties.tiny_function(OF_FUNCTIONS[name], device)
+    check_rule(function, "nestings", args, order=order, devices=device)
 
 
 @every_case
@@ -167,9 +144,7 @@ def test_third_derivatives_of_attention_for_batched_masks_and_seeds(in_dims, dev
 
 # Operators.
 
-# Attention by each of its options.
-OF_OPERATORS = {case.name: case for case in FAMILIES if case is not ATTENTION}
-OF_OPERATORS |= {"causal attention": CAUSAL_ATTENTION, "masked attention": MASKED_ATTENTION}
+OF_OPERATORS = {name: case for name, case in OF_FUNCTIONS.items() if not case.family and case is not ATTENTION}
 OPERATORS = {
     f"{name}: {primitive.name}": (case, primitive)
     for name, case in OF_OPERATORS.items()

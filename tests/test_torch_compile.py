@@ -12,8 +12,8 @@ from torch.nn import BatchNorm2d, Conv2d, Dropout, LayerNorm, Linear, Sequential
 import primitives as pr
 from perf.ops import FAMILIES
 from tests.nested_losses import gradients, tangent
-from tests.properties import check_nesting, leaves
-from tests.support import assert_close, like, nestings
+from tests.properties import leaves, tiny_function
+from tests.support import assert_close, like, nested, nestings
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +42,15 @@ def compiled_nestings():
 @pytest.mark.filterwarnings("ignore:.*torch._prims_common.check.*:FutureWarning")
 @pytest.mark.parametrize("case, word, positions, backend_of_torch", list(compiled_nestings()))
 def test_nestings(case, word, positions, backend_of_torch, device):
-    check_nesting(case, device, word, positions, lambda function: compiled(function, backend_of_torch))
+    function, args = tiny_function(case, device)
+
+    def of_all(vector):
+        parts = vector.split([arg.numel() for arg in args])
+        return function(*[part.view_as(arg) for part, arg in zip(parts, args, strict=True)])
+
+    given = args if positions else [torch.cat([arg.flatten() for arg in args])]
+    derivative = nested(function if positions else of_all, word, positions or 0)
+    assert_close(compiled(derivative, backend_of_torch)(*given), derivative(*given), order=len(word))
 
 
 def sized(case, size):
