@@ -70,6 +70,23 @@ def test_what_a_rule_returns_is_checked(decorator, result, error, text):
         CALLS[decorator](op)
 
 
+@pytest.mark.parametrize(
+    "bars, error",
+    [
+        ({"w": Y, "x": X[:1]}, pr.ShapeError),
+        ({"w": Y, "x": X.double()}, pr.DtypeError),
+        ({"w": Y, "x": 0.0}, LeafError),
+        ({"w": Y}, pr.TreeError),
+    ],
+)
+def test_cotangents_of_arguments_that_are_no_trees_are_checked(bars, error):
+    op = custom_ops.operator(lambda w, x: w * x)
+    op.def_save_for_backward(lambda inputs, output: ())
+    op.def_backward(lambda ctx, saved, y_bar: bars)
+    with pytest.raises(error, match=rf"^tests::fresh_\d+: def_backward \({HERE}:\d+\).*x"):
+        op(Y.clone().requires_grad_(), X.clone().requires_grad_()).sum().backward()
+
+
 REFERENCES = [
     (lambda params, x: {"y": 3}, r"reference .* but output\['y'\] is int"),
     (lambda params, x: [x.clone(), params["w"]], r"output\[1\] shares its memory with the argument params\['w'\]; ret"),

@@ -8,6 +8,7 @@ import optree
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.autograd import forward_ad
 from torch.func import grad, jvp, vjp, vmap
 
 from perf.ops.samples import normal
@@ -17,6 +18,36 @@ from tests.support import assert_close, noting
 
 OVERLOAD = torch.ops.tests.affine.default
 W, B, X = arguments()
+
+
+def test_what_a_rule_has_computed_is_a_function_of_the_inputs():
+    """Autograd has not seen how: recorded, and in forward mode over a plain backward pass."""
+    op = operator(lambda x: x.sin())
+    op.def_save_for_backward(lambda inputs, output: inputs.x.cos())
+    op.def_backward(lambda ctx, cosine, y_bar: {"x": y_bar * cosine})
+    op.def_jvp(lambda inputs, output, tangents: inputs.x.cos() * tangents.x)
+    x = X.clone().requires_grad_()
+    (x_bar,) = torch.autograd.grad(op(x).sum(), x, create_graph=True)
+    with forward_ad.dual_level():
+        (moving,) = torch.autograd.grad(op(forward_ad.make_dual(x, torch.ones_like(x))).sum(), x)
+        second = forward_ad.unpack_dual(moving).tangent
+    for found in (*torch.autograd.grad(x_bar.sum(), x), second):
+        assert_close(found, -X.sin(), order=2)
+
+
+def test_a_state_is_updated_in_compiled_code_and_its_pure_form_under_transforms():
+    op = operator(lambda state, x: (state.mul_(0.5).add_(x), x * 2)[1], mutates=("state",), differentiate="reference")
+    compiled = torch.compile(lambda x: (op(state := x + 1, x), state), fullgraph=True, backend="aot_eager")
+    assert_close(torch.stack(compiled(X)), torch.stack([2 * X, 1.5 * X + 0.5]))
+
+    def pure(x):
+        state = x * 0
+        return *op.pure(state, x), state
+
+    trees_close(torch.compile(pure, fullgraph=True, backend="aot_eager")(X), (2 * X, X, 0 * X))
+    assert_close(jvp(lambda x: pure(x)[0], (X,), (B.expand(2, 3),))[1], 2 * B.expand(2, 3))
+    with pytest.warns(UserWarning, match="loop"):
+        trees_close(vmap(pure)(X), (2 * X, X, 0 * X))
 
 
 @pytest.mark.filterwarnings("ignore:.*vmap runs a loop")
