@@ -59,6 +59,15 @@ def test_static_values_that_python_calls_equal_are_told_apart(kind):
     assert len({op.table.flatten((x,), {"by": kind(float("nan"))})[1].number for _ in range(3)}) == 1
 
 
+@pytest.mark.parametrize("options", [{"unsafe_hash": True}, {"eq": False}])
+def test_a_static_value_that_changes_answers_for_no_other_one(options):
+    kind = dataclasses.make_dataclass("Settings", ["value"], **options)
+    op, one, x = operator(lambda x, *, by: x * by.value), kind(2.0), torch.ones(1)
+    assert op(x, by=one) == 2
+    one.value = 3.0
+    assert [op(x, by=by).item() for by in (one, kind(2.0), one)] == [3, 2, 3]
+
+
 def test_numbers_in_sets_and_scalars_of_numpy_are_told_apart():
     divided = operator(lambda x, *, by: x // next(iter(by)) if {*map(type, by)} == {int} else x / next(iter(by)))
     x = torch.tensor([5.0])

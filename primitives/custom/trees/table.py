@@ -200,6 +200,8 @@ def _content(value: Any) -> Any:
         hash(value)  # A scalar of numpy, not an array.
         return kind, value.dtype, value.tobytes()
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        hash(value)  # Only what is frozen may be kept.
-        return kind, *[_content(getattr(value, field.name)) for field in dataclasses.fields(value)]
+        # One that is not frozen may change behind a structure that keeps it, and then stands for nothing but itself.
+        itself = None if kind.__dataclass_params__.frozen else value
+        hash(value)
+        return kind, itself, *[_content(getattr(value, field.name)) for field in dataclasses.fields(value)]
     return kind, value
