@@ -14,7 +14,7 @@ from torch.func import grad, jvp, vmap
 
 import primitives as pr
 from perf.ops.samples import normal
-from tests.custom_ops import Affine, affine, arguments, moving_average, operator, plain_affine, trees_close
+from tests.custom_ops import NAMESPACE, Affine, affine, arguments, moving_average, operator, plain_affine, trees_close
 from tests.support import assert_close
 
 # It says so once for each operator, in whichever test comes first.
@@ -87,6 +87,17 @@ def test_the_order_and_the_values_of_dicts_are_the_callers():
     trees = [{"b": one, "a": two}, {"a": two, "b": one}, {"a": one, "b": 3}, {"a": [one, two], "b": one}, {"a": None}]
     for tree in trees * 2:
         assert op(tree, one) == total(tree, one)
+
+
+@pytest.mark.parametrize("outer", [lambda d: [d], lambda d: {"in": (d, None)}, Affine])
+def test_the_order_of_dicts_inside_is_the_callers_too(outer):
+    def difference(tree):
+        inside = optree.tree_leaves(tree, is_leaf=lambda x: isinstance(x, dict) and "a" in x, namespace=NAMESPACE)
+        first, second = inside[0].values()
+        return first - second
+
+    op, one, two = operator(difference, namespace=NAMESPACE), torch.tensor(1.0), torch.tensor(2.0)
+    assert [op(outer(d)).item() for d in ({"b": one, "a": two}, {"a": two, "b": one}) * 2] == [-1, 1] * 2
 
 
 def test_many_structures_are_warned_of_once():

@@ -80,9 +80,7 @@ class StructureTable:
                 other_key = tuple(None if isinstance(leaf, torch.Tensor) else _content(leaf) for leaf in leaves)
             else:
                 other_key = ()
-            # Treespecs of dicts agree whatever the order of insertion is; a function may go by it.
-            order = [tuple(arg) for arg in args if isinstance(arg, dict)]
-            key = (treespec, *order, other_key, static_key)
+            key = (treespec, _order(args, self.namespace), other_key, static_key)
             structure = self._by_content.get(key)
         except TypeError:
             self._refuse_unhashable(args, static)
@@ -169,6 +167,24 @@ class StructureTable:
                     f"{self._name}: {label} must be hashable, as everything but tensors, got {type(value).__name__}; "
                     f"{'pass a tensor: torch.from_numpy' if is_array else remedy}."
                 ) from None
+
+
+def _order(tree: Any, namespace: str) -> tuple[Any, ...]:
+    """The keys of all dicts as they stand there: treespecs agree whatever their order is, and a function goes by it."""
+    keys: list[Any] = []
+    stack = [tree]
+    while stack:
+        tree = stack.pop()
+        if isinstance(tree, dict):
+            keys += tree
+            children: Any = tree.values()
+        elif isinstance(tree, (tuple, list)):
+            children = tree
+        else:
+            is_leaf = tree is None or optree.tree_is_leaf(cast("Any", tree), namespace=namespace)
+            children = () if is_leaf else optree.tree_flatten_one_level(cast("Any", tree), namespace=namespace)[0]
+        stack += [child for child in children if not isinstance(child, torch.Tensor)]
+    return tuple(keys)
 
 
 def _concrete(value: Any) -> Any:
