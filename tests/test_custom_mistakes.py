@@ -112,6 +112,12 @@ WRONG_CALLS = [
     (lambda: operator()({"w": 1, "n": 3}, None), LeafError, "positional arguments must hold a tensor, got none"),
     (lambda: operator()({"w": Y, "n": {3}}, X), LeafError, r"params\['n'\] must be hashable, .* got set"),
     (lambda: static_only(X, options=[1]), LeafError, "argument options must be hashable, .* got list; pass a tuple"),
+    (lambda: static_only(X, options=X.numpy()), LeafError, "options must be hashable, .* got ndarray; pass a tensor"),
+    (
+        lambda: static_only(X, options=custom_ops.Affine(X)),
+        LeafError,
+        "argument options must be hashable, .* got Affine",
+    ),
     (lambda: static_only(X, options=Y), LeafError, "options is keyword-only, hence static, and must hold no tensor"),
     (lambda: static_only.primitive.overload([X], 12), pr.TreeError, "structure 12 is unknown in this process"),
     *[

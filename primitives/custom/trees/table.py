@@ -60,8 +60,8 @@ class StructureTable:
         """The tensors of a call, and its structure."""
         if static:
             static = {name: _concrete(value) for name, value in static.items()}
-        static_key = tuple(map(_content, static.values())) if static else ()
         try:
+            static_key = tuple(map(_content, static.values())) if static else ()
             for arg in args:
                 if not isinstance(arg, torch.Tensor):
                     break
