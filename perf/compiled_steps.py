@@ -8,7 +8,6 @@ with Inductor's files where `TORCHINDUCTOR_CACHE_DIR` says.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib.util
 import json
@@ -24,13 +23,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 import primitives as pr
 from perf.compiled_losses import CASES, Case
-from perf.measuring import in_turns, once, peak
+from perf.measuring import in_turns, once, peak, saved_bytes
 from perf.pages import table
-from primitives.tracing._torch_private import bottom
 
 __all__ = ["CASES", "Case", "cells", "first_call", "means", "measure", "results", "steps", "write"]
 
@@ -69,22 +66,7 @@ def steps(case: Case, device: str = "cpu") -> dict[str, Callable[[], Any]]:
 def saved(step: Any) -> int:
     """Bytes that the graph of a loss keeps for the backward pass, besides weights and data."""
     params, loss, x = step.args
-    own = {y.untyped_storage().data_ptr() for y in (*params, x)}
-    value = loss(x)
-    stack, seen, kept = [value.grad_fn], set(), {}
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        stack += [each for each, _ in node.next_functions]
-        names = [name for name in dir(node) if name.startswith("_saved_")] or ["saved_tensors"]
-        for y in pytree.tree_leaves([getattr(node, name, ()) for name in names]):
-            # Zero tangents have no memory.
-            with contextlib.suppress(AttributeError, RuntimeError):
-                storage = (bottom(y) if isinstance(y, torch.Tensor) else y).untyped_storage()
-                kept[storage.data_ptr()] = storage.nbytes()
-    return sum(size for number, size in kept.items() if number not in own)
+    return saved_bytes(loss(x), (*params, x))
 
 
 def first_calls(case: Case, names: Iterable[str]) -> dict[str, float]:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import primitives as pr
-from perf.compiled_losses import ConvNet, VisionTransformer, penalty
+from perf.compiled_losses import convnet, penalty, vision_transformer
 from perf.measuring import in_turns, timer
 from perf.pages import line, table
 
@@ -113,9 +113,9 @@ def measure() -> Iterator[tuple[str, float, dict[str, float]]]:
         yield f"{name}, forward", OPERATION_BOUND, _times(lambda space, x=x, make=make: partial(make(space), x))
         both = _times(lambda space, x=x, make=make: _with_backward(make(space), x))
         yield f"{name}, with backward", OPERATION_BOUND, both
-    for model in (ConvNet, VisionTransformer):
+    for model in (convnet, vision_transformer):
         times = _times(lambda space, model=model: _step(model() if space is nn else pr.nn.convert(model())))
-        yield f"{model.__name__}, training step", STEP_BOUND, times
+        yield f"{model.__name__.replace('_', ' ')}, training step", STEP_BOUND, times
 
 
 def main() -> int:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
 from torch.utils import benchmark
+
+from primitives.tracing._torch_private import bottom
 
 Name = TypeVar("Name")
 
@@ -40,6 +45,26 @@ def once(step: Callable[[], Any]) -> float:
     start = benchmark.timer()
     step()
     return benchmark.timer() - start
+
+
+def saved_bytes(value: Tensor, excluded: Iterable[Tensor]) -> int:
+    """Bytes that the graph of a value keeps for the backward pass, besides some tensors."""
+    own = {x.untyped_storage().data_ptr() for x in excluded}
+    stack: list[Any] = [value.grad_fn]
+    seen, kept = set(), {}
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        stack += [each for each, _ in node.next_functions]
+        names = [name for name in dir(node) if name.startswith("_saved_")] or ["saved_tensors"]
+        for y in pytree.tree_leaves([getattr(node, name, ()) for name in names]):
+            # Zero tangents have no memory.
+            with contextlib.suppress(AttributeError, RuntimeError):
+                storage = (bottom(y) if isinstance(y, torch.Tensor) else y).untyped_storage()
+                kept[storage.data_ptr()] = storage.nbytes()
+    return sum(size for number, size in kept.items() if number not in own)
 
 
 def peak(run: Callable[[], Any]) -> int:
