@@ -83,6 +83,12 @@ class Mode:
             pullback(function(*inputs), inputs, along) if self.kind == "vjp" else pushforward(function, inputs, along)
         )
 
+    def nested(self, function: Function, count: int) -> Function:
+        """The derivative of a function of `count` tensors, a function of tangents or cotangents too; torch nests it."""
+        if self.kind == "jvp":
+            return lambda *values: torch.func.jvp(function, values[:count], values[count:])[1]
+        return lambda *values: torch.func.vjp(function, *values[:count])[1](values[count:])
+
     def labels(self, subject: Subject) -> list[str]:
         """Names of what it gives."""
         names = subject.active_labels if self.kind == "vjp" else subject.result_labels
@@ -134,18 +140,12 @@ class _Smooth:
 
     def under(self, mode: Mode, seed: int, *, cached: bool) -> _Smooth:
         """The derivative, as a function of the tangents or cotangents too; held to its own differences."""
-        count = len(self.inputs)
-
-        def derivative(function: Function) -> Function:
-            if mode is FORWARD:
-                return lambda *v: torch.func.jvp(function, v[:count], v[count:])[1]
-            return lambda *v: torch.func.vjp(function, *v[:count])[1](v[count:])
-
         along = directions(self.inputs, seed) if mode is FORWARD else all_like(self.function(*self.inputs), seed)
         moved, given = [[f"the {mode.result} of {name}" for name in names] for names in (self.names, self.results)]
         further, results = (moved, given) if mode is FORWARD else (given, moved)
         # Only the reference computes what is cached of an argument again.
-        functions = derivative(self.function), derivative(self.truth if cached else self.function)
+        count, truth = len(self.inputs), self.truth if cached else self.function
+        functions = mode.nested(self.function, count), mode.nested(truth, count)
         return _Smooth(*functions, [*self.inputs, *along], [*self.names, *further], results)
 
     def differences(self, dots: Sequence[Tensor], chosen: Sequence[int]) -> list[Tensor]:

@@ -149,10 +149,7 @@ def _derivative(subject: Subject, mode: Mode, function: Function) -> Function:
 
     def derivative(*values: Tensor) -> tuple[Tensor, ...]:
         of_active = in_places(function, values[:count], subject.inputs)
-        active, along = tuple(values[i] for i in subject.inputs), tuple(values[count:])
-        if mode is REVERSE:
-            return torch.func.vjp(of_active, *active)[1](along)
-        return torch.func.jvp(of_active, active, along)[1]
+        return mode.nested(of_active, len(subject.inputs))(*(values[i] for i in subject.inputs), *values[count:])
 
     return derivative
 
