@@ -66,6 +66,8 @@ def test_a_static_value_that_changes_answers_for_no_other_one(options):
     assert op(x, by=one) == 2
     one.value = 3.0
     assert [op(x, by=by).item() for by in (one, kind(2.0), one)] == [3, 2, 3]
+    # A compiler does not take it: the graph breaks there.
+    assert torch.compile(lambda x: op(x + 1, by=one) + 1, backend="aot_eager")(x) == 7
 
 
 def test_numbers_in_sets_and_scalars_of_numpy_are_told_apart():
@@ -89,15 +91,17 @@ def test_the_order_and_the_values_of_dicts_are_the_callers():
         assert op(tree, one) == total(tree, one)
 
 
+@pytest.mark.parametrize("is_compiled", [False, True])
 @pytest.mark.parametrize("outer", [lambda d: [d], lambda d: {"in": (d, None)}, Affine])
-def test_the_order_of_dicts_inside_is_the_callers_too(outer):
+def test_the_order_of_dicts_inside_is_the_callers_too(outer, is_compiled):
     def difference(tree):
         inside = optree.tree_leaves(tree, is_leaf=lambda x: isinstance(x, dict) and "a" in x, namespace=NAMESPACE)
         first, second = inside[0].values()
         return first - second
 
     op, one, two = operator(difference, namespace=NAMESPACE), torch.tensor(1.0), torch.tensor(2.0)
-    assert [op(outer(d)).item() for d in ({"b": one, "a": two}, {"a": two, "b": one}) * 2] == [-1, 1] * 2
+    called = torch.compile(lambda tree: op(tree), fullgraph=True, backend="aot_eager") if is_compiled else op
+    assert [called(outer(d)).item() for d in ({"b": one, "a": two}, {"a": two, "b": one}) * 2] == [-1, 1] * 2
 
 
 def test_many_structures_are_warned_of_once():
