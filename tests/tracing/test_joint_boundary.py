@@ -148,6 +148,8 @@ def test_derivatives_go_through():
 CONSTANTS = [
     (float("nan"), 2.0),
     (0.0, -0.0),
+    (np.float32(0.0), np.float32(-0.0)),
+    (frozenset({1}), frozenset({True})),
     (complex(0.0, 0.0), complex(0.0, -0.0)),
     (np.array([1.0, np.nan]), np.ones(2)),
     (np.ones(3), np.ones(3, dtype=np.float32)),

@@ -61,7 +61,7 @@ class StructureTable:
         if static:
             static = {name: _concrete(value) for name, value in static.items()}
         try:
-            static_key = tuple(map(_content, static.values())) if static else ()
+            static_key = tuple(map(content, static.values())) if static else ()
             for arg in args:
                 if not isinstance(arg, torch.Tensor):
                     break
@@ -77,7 +77,7 @@ class StructureTable:
             tensors: list[Any] = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
             if len(tensors) < len(leaves):
                 leaves = [_concrete(leaf) for leaf in leaves]
-                other_key = tuple(None if isinstance(leaf, torch.Tensor) else _content(leaf) for leaf in leaves)
+                other_key = tuple(None if isinstance(leaf, torch.Tensor) else content(leaf) for leaf in leaves)
             else:
                 other_key = ()
             key = (treespec, _order(args, self.namespace), other_key, static_key)
@@ -121,8 +121,8 @@ class StructureTable:
                     "positional argument of the function."
                 )
         # The same in every process, as far as the values print alike: an exported graph may be run elsewhere.
-        content = repr((str(treespec), *key[1:])).encode()
-        number = int.from_bytes(hashlib.blake2b(content, digest_size=7).digest(), "big")
+        text = repr((str(treespec), *key[1:])).encode()
+        number = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big")
         with self._lock:
             if key in self._by_content:
                 return self._by_content[key]
@@ -199,7 +199,7 @@ def _concrete(value: Any) -> Any:
     return value
 
 
-def _content(value: Any) -> Any:
+def content(value: Any) -> Any:
     """A key that tells apart what Python's equality does not: 1, 1.0 and True, 0.0 and -0.0; and NaN equals NaN."""
     kind = type(value)
     if kind in _TOLD_APART_BY_EQUALITY:
@@ -209,9 +209,9 @@ def _content(value: Any) -> Any:
     if isinstance(value, complex):
         return kind, value.real.hex(), value.imag.hex()
     if isinstance(value, tuple):
-        return kind, *map(_content, value)
+        return kind, *map(content, value)
     if isinstance(value, frozenset):
-        return kind, frozenset(map(_content, value))
+        return kind, frozenset(map(content, value))
     if hasattr(value, "dtype") and hasattr(value, "tobytes"):
         hash(value)  # A scalar of numpy, not an array.
         return kind, value.dtype, value.tobytes()
@@ -219,5 +219,5 @@ def _content(value: Any) -> Any:
         # One that is not frozen may change behind a structure that keeps it, and then stands for nothing but itself.
         itself = None if kind.__dataclass_params__.frozen else value
         hash(value)
-        return kind, itself, *[_content(getattr(value, field.name)) for field in dataclasses.fields(value)]
+        return kind, itself, *[content(getattr(value, field.name)) for field in dataclasses.fields(value)]
     return kind, value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from primitives._core.errors import LeafError, TreeError, check_arguments
+from primitives.custom.trees.table import content
 from primitives.tracing._leaves import Leaves
 from primitives.tracing._random.rng import PhiloxState
 
@@ -101,9 +103,8 @@ def _same(x: Any, y: Any) -> bool:
     """Whether two constants are of one type and equal; numbers that are none, and arrays with them, may be so."""
     if x is y or type(x) is not type(y):
         return x is y
-    if isinstance(x, (float, complex)):
-        # Zeros have signs.
-        return repr(x) == repr(y)
+    with contextlib.suppress(TypeError):
+        return content(x) == content(y)
     try:
         same = (x == y) | ((x != x) & (y != y))
         return bool(same.all() and (x.dtype, x.shape) == (y.dtype, y.shape) if hasattr(same, "all") else same)
