@@ -144,7 +144,6 @@ def _looked_up(
 
 
 def _finding(name: str, places: dict[str, int], order: int, doubt: str) -> Finding | None:
-    """The finding for an operator; None if it is right."""
     if name.startswith(("primitives.", "primitives_decompositions.")):
         return None
     verdict = verdict_of(name, order, repaired=is_repaired())

@@ -30,7 +30,6 @@ operators: dict[str, Any] = {}
 
 
 def _meta(x: Tensor) -> tuple:
-    """The fields of a `Meta`."""
     return x.shape, x.dtype, x.device
 
 
@@ -115,14 +114,7 @@ class Inputs(ResidualLayout):
 
 
 class Rules(RuleTable):
-    """The rules that users gave to one operator over trees, where core asks for rules over lists of tensors.
-
-    Attributes:
-        users: The users' rules, by decorator.
-        table: The structures that the operator was called with.
-        structures: The same by number.
-        complete: Whether reverse mode has both rules that it takes.
-    """
+    """The rules that users gave to one operator over trees, where core asks for rules over lists of tensors."""
 
     # A user's kernel may do anything: only torch's own `triton_op` could trace it.
     kernels_are_traceable = False
@@ -139,7 +131,9 @@ class Rules(RuleTable):
         """Begin without rules, also where the operator is defined again: torch keeps what refers to this object."""
         self.forget(decomposable=decomposable)
         self.table, self.structures = table, table.by_number
+        # By decorator.
         self.users: dict[str, UserRule] = {}
+        # Whether reverse mode has both rules that it takes.
         self.complete = False
         self._materialize, self._output_differentiability = materialize, output_differentiability
         self._warned = False

@@ -91,13 +91,7 @@ class VmapInfo(NamedTuple):
 
 
 class UserRule:
-    """One rule of an operator.
-
-    Attributes:
-        function: The rule.
-        place: Its file and line.
-        where: The beginning of errors.
-    """
+    """One rule of an operator; `where`, the beginning of errors, has its `place`, file and line."""
 
     def __init__(self, op_name: str, kind: str, function: Callable[..., Any], namespace: str) -> None:
         code = getattr(inspect.unwrap(function), "__code__", None)

@@ -260,7 +260,6 @@ class _Versions:
         self._kept: list[tuple[Tensor, int]] = []
 
     def record(self, outputs: Sequence[Tensor]) -> None:
-        """Take note of what the graph of `outputs` keeps."""
         for node in nodes_of(outputs):
             self._kept += [(tensor, version_of(tensor)) for tensor in map(bottom, _kept_by(node))]
 
@@ -275,7 +274,6 @@ class _Versions:
 
 
 def _kept_by(node: Any) -> Iterator[Tensor]:
-    """The tensors that one node of a graph has saved."""
     for name in _saving_attributes(type(node)):
         value = getattr(node, name)
         entries = value if isinstance(value, (tuple, list)) else (value,)

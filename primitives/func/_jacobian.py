@@ -155,7 +155,6 @@ def _rows(
 def _columns(
     call: FlatCall, positions: tuple[int, ...], inputs: list[Tensor], randomness: str, chunk_size: int | None
 ) -> tuple[list[list[Tensor]], Any]:
-    """The same from Jacobian-vector products."""
     aux: list[Tensor] = []
 
     def pushforward(*tangents: Tensor) -> tuple[Any, Any]:
@@ -195,7 +194,6 @@ def _of_basis(
 
 
 def _basis(tensors: Sequence[Tensor], start: int, stop: int) -> tuple[Tensor, ...]:
-    """Vectors `start` to `stop` of the standard basis."""
     blocks, offset = [], 0
     for tensor in tensors:
         block = tensor.new_zeros(stop - start, tensor.numel())

@@ -215,7 +215,6 @@ def _is_axis(dim: Any) -> bool:
 
 
 def _common_size(call: FlatCall, dims: Sequence[int | None]) -> int:
-    """Length of the mapped axes."""
     sizes = [None if dim is None else tensor.size(dim) for tensor, dim in zip(call.tensors, dims, strict=True)]
     found = [size for size in sizes if size is not None]
     if not found:

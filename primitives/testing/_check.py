@@ -167,8 +167,6 @@ def check_rule(
 
 @dataclasses.dataclass(frozen=True)
 class _Check:
-    """One call of `check_rules` or `check_rule`."""
-
     subject: Subject
     order: int
     devices: tuple[torch.device, ...]

@@ -24,21 +24,15 @@ from primitives._core.write_back import shares_memory, spans_overlap
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Results:
-    """The tree of the results of a call. A tuple is several outputs, anything else is one.
-
-    Attributes:
-        treespec: Its treespec.
-        outputs: Treespec of each output.
-        constants: Positions of the tensors that have no derivative because the operator says so.
-        num_tensors: Number of tensors.
-        is_single: Whether it is one tensor and no tree.
-        is_flat: Whether it is a tuple of tensors.
-    """
+    """The tree of the results of a call. A tuple is several outputs, anything else is one."""
 
     treespec: Any
+    # Treespec of each output.
     outputs: list[Any]
+    # Positions of the tensors that have no derivative because the operator says so.
     constants: frozenset[int]
     num_tensors: int
+    # Whether it is one tensor and no tree, or a tuple of tensors.
     is_single: bool
     is_flat: bool
 
@@ -96,15 +90,8 @@ class Span(NamedTuple):
 class Structure:
     """Trees of the positional arguments, their leaves that are not tensors, and the static arguments.
 
-    Attributes:
-        number: Its number in a graph.
-        static: Keyword-only arguments by name.
-        static_values: The same as a namedtuple.
-        results: `Results`; `None` before the first call.
-        cast: The structure that autocast made of it: the results have its tree.
-        spans: The tensors that belong to each positional argument, by name.
-        mutated: Positions of the tensors that are updated; their new values follow the results.
-        is_flat: Whether every positional argument is a tensor.
+    It `is_flat` if every positional argument is a tensor; `spans` are the tensors of each by name, `mutated` the
+    positions of those that are updated, whose new values follow the results.
     """
 
     def __init__(
@@ -114,7 +101,9 @@ class Structure:
         self.number = number
         self.static = static
         self.static_values: Any = signature.Static(**static)
+        # `Results`, after the first call.
         self.results: Any = None
+        # What autocast made of it: the results have its tree.
         self.cast: Structure | None = None
         self._treespec = treespec
         # None in the place of every tensor: a Structure outlives the call that it was made for.
@@ -206,14 +195,8 @@ class Structure:
 class Signature:
     """The arguments of the function that a custom operator is made from.
 
-    Attributes:
-        name: Qualified name of the operator.
-        positional: Names of the arguments that hold tensors.
-        mutates: Names of the positional arguments that are updated in place.
-        static: Names of the keyword-only arguments.
-        bind: The call itself, as Python binds it: positional arguments as a tuple and static ones by name.
-        Inputs: Namedtuple with all of these names as fields.
-        Static: Namedtuple with the names of the keyword-only arguments as fields.
+    Names of the `positional` ones, which hold tensors, and of the keyword-only, `static` ones. `bind` is the call
+    itself, as Python binds it: positional arguments as a tuple and static ones by name.
     """
 
     def __init__(self, name: str, function: Callable[..., Any], mutates: Sequence[str]) -> None:

@@ -39,12 +39,7 @@ class _ByNumber(dict):
 
 
 class StructureTable:
-    """The structures of one operator, by number and by content.
-
-    Attributes:
-        namespace: optree namespace of custom nodes.
-        by_number: The structures by number; an unknown number raises `TreeError`.
-    """
+    """The structures of one operator, by number and by content."""
 
     def __init__(self, name: str, signature: Signature, namespace: str) -> None:
         self._name = name

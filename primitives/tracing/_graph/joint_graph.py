@@ -66,7 +66,6 @@ class JointGraph(Graph):
         return *torch_private.dumped(self.module), self.signature, self._mode.shape_env is not None
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        """The graph again, in a mode of its own."""
         data, constants, signature, symbolic = state
         mode = torch_private.fake_mode(symbolic=symbolic)
         self.__init__(torch_private.loaded(data, constants, mode), signature, mode)

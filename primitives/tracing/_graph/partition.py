@@ -76,7 +76,6 @@ class Graph:
         return self.module.code.strip()
 
     def __repr__(self) -> str:
-        """The table that is printed."""
         return _table(self.graph, self.input_labels, self.output_labels)
 
     def _flat(self, values: Sequence[Any]) -> list[Any]:
@@ -147,7 +146,6 @@ class ForwardGraph(_Part):
     _method = "forward_graph"
 
     def __repr__(self) -> str:
-        """The table that is printed, and what is saved, with bytes."""
         lines = [super().__repr__(), f"saved for the backward pass, {self.saved_bytes} bytes besides primals:"]
         for entry in self.saved:
             size = "a primal" if entry.is_input else f"{entry.num_bytes} bytes"

@@ -86,9 +86,6 @@ class BatchWeight:
 
     The module reads its counter as a Python number, which neither `vmap` nor a compiler can. With this in the place of
     its momentum it hands the counter on unread.
-
-    Args:
-        module: Batch norm module with a counter.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -125,7 +122,6 @@ class _PureMode(TorchFunctionMode):
             write_back(*map(list, zip(*others, strict=True)))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict | None = None) -> Any:
-        """Call `func`, or what writes as it does by `write`."""
         if func is _write_back:
             return self.write(*args)
         stand_in = _WRITERS.get(func)

@@ -172,7 +172,6 @@ class PureModule:
         return output, new_buffers
 
     def __repr__(self) -> str:
-        """`pure_module(Linear, strict=True)`."""
         return f"pure_module({type(self.module).__name__}, strict={self.strict})"
 
 

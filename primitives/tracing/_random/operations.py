@@ -200,7 +200,6 @@ def _native_dropout(source: Source, _size: Any, _dtype: Any, a: dict[str, Any]) 
 
 
 def _rrelu(source: Source, size: Sequence[Any], dtype: torch.dtype, a: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Output and slopes of the randomized leaky rectifier."""
     x = a["self"]
     slope = torch.where(x <= 0, _uniform(source, size, dtype, {"from": a["lower"], "to": a["upper"]}), 1.0)
     return x * slope, slope

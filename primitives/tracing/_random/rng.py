@@ -126,7 +126,6 @@ class rng_mode(Decorates, torch_private.TorchDispatchMode):  # noqa: N801 - used
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Draw in the place of `func` if it is random; run it if not."""
         kwargs = kwargs or {}
         if not is_random(func):
             return func(*args, **kwargs)

@@ -121,7 +121,6 @@ class SubclassSpec:
         return self.size, self.stride
 
     def __str__(self) -> str:
-        """The kind, in words."""
         inner = ", ".join(name if spec is None else f"{name}: {spec}" for name, spec in self.inner.items())
         return f"a {self.type.__name__} ({inner}) with the metadata {self.kind[-1]!r}"
 
@@ -239,7 +238,6 @@ class Unwrapped:
         return _taken_out(self._kwargs, kwargs, _leaves_inside)
 
     def _plain_call(self, *args: Any, **kwargs: Any) -> Any:
-        """The function of plain tensors."""
         leaves: list[Any] = []
         self.gradient_specs = [None] * len(self.in_specs)
         for i, (label, spec, piece) in enumerate([*_pieces(self._args, args), *_pieces(self._kwargs, kwargs)]):
