@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
-import optree
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
@@ -14,7 +13,6 @@ from torch._subclasses import FakeTensorMode
 from primitives._core.dtypes import has_derivatives
 from primitives._core.primitive import Primitive
 from primitives._core.sequences import in_places
-from primitives.func import jvp
 from primitives.testing._compare import (
     MismatchError,
     NotApplicableError,
@@ -216,7 +214,7 @@ def compile_against_eager(subject: Subject, record: Record) -> None:
         got, want = (pullback([ys[i] for i in subject.outputs], inputs, cotangents) for ys in (gots, wants))
         record.all_close(REVERSE.labels(subject), got, want, ", compiled,")
     if FORWARD in existing:
-        _compiled_jvp(subject, record, value)
+        _compiled_jvp(subject, record)
 
 
 def _value(subject: Subject) -> Callable[[tuple], Any]:
@@ -234,22 +232,8 @@ def _value(subject: Subject) -> Callable[[tuple], Any]:
     return lambda args: [y.detach() if k else y for y, k in zip(overload(*args), kept, strict=True)]
 
 
-def _compiled_jvp(subject: Subject, record: Record, value: Callable) -> None:
-    """A jvp inside the compiled function, in the arguments that hold nothing but floating tensors."""
-    args = subject.map(contiguous).args
-    options: dict[str, Any] = {"namespace": subject.namespace}
-    leaves = [optree.tree_leaves(arg, **options) for arg in args]
-    floating = [[isinstance(x, torch.Tensor) and has_derivatives(x.dtype) for x in some] for some in leaves]
-    chosen = [i for i, some in enumerate(floating) if some and all(some)]
-    if not chosen:
-        record.note("no jvp under compile: no argument holds floating tensors alone")
-        return
-    primals = tuple(args[i] for i in chosen)
-    tangents = cast("tuple", optree.tree_map(lambda x: all_like([x], 2)[0], cast("Any", primals), **options))
-
-    def pushed(primals: tuple, tangents: tuple) -> Any:
-        return jvp(in_places(lambda *full: value(full), args, chosen), primals, tangents, **options)[1]
-
-    gots, wants = (subject.tensors_of(run(primals, tangents)) for run in (_compiled(pushed), pushed))
-    # Constants have tangents of zeros, or none.
-    record.all_close([f"tangent {i} of the results" for i in range(len(wants))], gots, wants, ", compiled,")
+def _compiled_jvp(subject: Subject, record: Record) -> None:
+    """A jvp inside the compiled function."""
+    function, values = FORWARD.nested(subject.function(), len(subject.inputs)), list(map(contiguous, subject.active))
+    gots, wants = (run(*values, *all_like(values, 2)) for run in (_compiled(function), function))
+    record.all_close(FORWARD.labels(subject), gots, wants, ", compiled,")
