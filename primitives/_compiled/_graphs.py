@@ -27,9 +27,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from primitives._compiled._simplified import (
     DECOMPOSITIONS,
     FACTORED,
+    inductor_mended,
     of_any_strides,
     simplify,
-    sums_apart,
     without_zeros,
 )
 from primitives._core.errors import LeafError
@@ -345,7 +345,7 @@ def _by_inductor(options: dict[str, Any], module: fx.GraphModule, fakes: list[An
     # Without symbols Inductor looks for no graph on disk.
     mode.shape_env = mode.shape_env or ShapeEnv()
     # A program is called with what it was made for.
-    with config.patch({"size_asserts": False, **options}), V.set_fake_mode(mode), sums_apart():
+    with config.patch({"size_asserts": False, **options}), V.set_fake_mode(mode), inductor_mended():
         device = next((x.device for x in fakes if isinstance(x, torch.Tensor)), torch.device("cpu"))
         module = compile_fx._recursive_joint_graph_passes(module, input_device=device)
         output = module.graph.output_node()

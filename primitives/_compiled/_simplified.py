@@ -23,10 +23,10 @@ __all__ = [
     "FACTORED",
     "absent_results",
     "from_the_start",
+    "inductor_mended",
     "of_any_strides",
     "read_by_offset",
     "simplify",
-    "sums_apart",
     "without_zeros",
 ]
 
@@ -214,15 +214,28 @@ DECOMPOSITIONS = {
 
 
 @contextlib.contextmanager
-def sums_apart() -> Iterator[None]:
-    """Context in which Inductor leaves sums and matrix products apart on the CPU too, as it does on a GPU."""
+def inductor_mended() -> Iterator[None]:
+    """Context in which Inductor leaves sums and matrix products apart on the CPU too, as it does on a GPU.
+
+    And what is read of a scatter is read behind it. Where loops of two operators are made alike, Inductor forgets under
+    which name it knows memory that was written to, and may read it first.
+    """
+    from torch._inductor import scheduler
     from torch._inductor.fx_passes import post_grad
 
-    fuses_better = post_grad.should_prefer_unfused_addmm
+    fuses_better, node_type = post_grad.should_prefer_unfused_addmm, scheduler.SchedulerNode
+    recompute = node_type.recompute_size_and_body
 
     def prefers(match: Any) -> bool:
         value = match.kwargs["inp"].meta["val"]
         return (value.device.type == "cpu" and value.dtype in _WIDE) or fuses_better(match)
 
-    with mock.patch.object(post_grad, "should_prefer_unfused_addmm", prefers):
+    def recomputed(node: Any, *args: Any, **kwargs: Any) -> None:
+        recompute(node, *args, **kwargs)
+        node.set_read_writes(node.read_writes.rename(node.mutation_renames))
+
+    with (
+        mock.patch.object(post_grad, "should_prefer_unfused_addmm", prefers),
+        mock.patch.object(node_type, "recompute_size_and_body", recomputed),
+    ):
         yield

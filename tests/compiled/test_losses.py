@@ -146,6 +146,16 @@ def test_inductor_divides_by_what_of_a_window_is_inside(pool, sizes):
 
 
 @pytest.mark.nightly
+def test_inductor_reads_behind_a_scatter():
+    def function(x):
+        values = x.cummax(-1)[0].tanh(), x.quantile(0.3, -1), x.kthvalue(2)[0], x.amax(0), x.logcumsumexp(1)
+        return sum(y.sum() for y in values)
+
+    x = data(6, 4).requires_grad_()
+    same(*(torch.autograd.grad(f(x), x) for f in (pr.compile(function), function)))
+
+
+@pytest.mark.nightly
 @pytest.mark.skipif(torch.__version__ < (2, 13), reason=CHECKS_ARE_DROPPED)
 def test_inductor_keeps_the_checks_of_solvers():
     solve = pr.compile(lambda a: torch.linalg.solve(a, V[:3]))
