@@ -147,6 +147,14 @@ def test_dataclasses():
         compiled(Batch(x, np.ones(2)))
 
 
+def test_sizes_stay_sizes():
+    compiled = plainly(lambda size, x: (x.shape, x.expand(size).sum() * size.numel()))
+    for num in (2, 3):
+        size, y = compiled(torch.Size([num, 3]), torch.ones(3))
+        assert isinstance(size, torch.Size)
+        same(y, torch.tensor(9.0 * num**2))
+
+
 def test_objects_that_hold_results():
     """Libraries return their own: distributions, caches, what they have registered with torch."""
     loc = SHIFT.clone().requires_grad_()

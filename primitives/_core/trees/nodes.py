@@ -40,7 +40,7 @@ def registered(leaves: Iterable[Any], namespace: str) -> bool:
     kinds = {type(x) for x in leaves if not isinstance(x, _WHOLE) and _is_node(x, namespace)}
     for kind in kinds:
         node = torch_pytree.SUPPORTED_NODES.get(kind)
-        to, back = (_attributes, _of_attributes(kind)) if node is None else _of_torch(node)
+        to, back = (_attributes, _of_attributes(kind)) if node is None else _of_torch(node, kind)
         # Another thread may have been faster.
         with contextlib.suppress(ValueError):
             optree.register_pytree_node(kind, to, back, namespace=namespace)
@@ -92,9 +92,12 @@ class _Context:
         return hash(repr(self.value))
 
 
-def _of_torch(node: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def _of_torch(node: Any, kind: type) -> tuple[Callable[..., Any], Callable[..., Any]]:
     def flatten(x: Any) -> tuple[Any, Any]:
         values, context = node.flatten_fn(x)
         return values, _Context(context)
 
+    if kind is torch.Size:
+        # Torch makes a tuple of it.
+        return flatten, lambda _, values: torch.Size(values)
     return flatten, lambda context, values: node.unflatten_fn([*values], context.value)
