@@ -204,36 +204,21 @@ def compile_against_eager(subject: Subject, record: Record) -> None:
     """Under `torch.compile(fullgraph=True, backend="aot_eager")`: value, vjp and jvp as without it."""
     if not record.compile:
         raise NotApplicableError("compile=False")
-    value, existing = _value(subject), modes(subject)
+    existing, outputs = modes(subject), subject.outputs
+
+    def value(*tensors: Tensor) -> list[Tensor]:
+        # A compiler differentiates all that it is given, and statistics refuse that.
+        return [y if i in outputs else y.detach() for i, y in enumerate(subject.call(*tensors))]
+
     tensors = [contiguous(x) for x in subject.tensors]
     inputs = [tensors[i].requires_grad_(REVERSE in existing) for i in subject.inputs]
-    gots, wants = (subject.tensors_of(run(subject.trees(tensors))) for run in (_compiled(value), value))
-    record.all_close(subject.output_labels[: len(wants)], gots, wants, ", compiled,")
+    gots, wants = (run(*tensors) for run in (_compiled(value), value))
+    record.all_close(subject.output_labels, gots, wants, ", compiled,")
     if REVERSE in existing:
-        cotangents = all_like([wants[i] for i in subject.outputs], 1)
-        got, want = (pullback([ys[i] for i in subject.outputs], inputs, cotangents) for ys in (gots, wants))
+        cotangents = all_like([wants[i] for i in outputs], 1)
+        got, want = (pullback([ys[i] for i in outputs], inputs, cotangents) for ys in (gots, wants))
         record.all_close(REVERSE.labels(subject), got, want, ", compiled,")
     if FORWARD in existing:
-        _compiled_jvp(subject, record)
-
-
-def _value(subject: Subject) -> Callable[[tuple], Any]:
-    """The results as a function of all arguments, in terms that Dynamo traces."""
-    op, static = subject.op, subject.static
-    if subject.mutates:
-        return lambda args: op.pure(*args, **static)[0]
-    if not isinstance(op, Primitive):
-        return lambda args: op(*args, **static)
-    overload, outputs, statistics = op.overload, op.spec.outputs, op.spec.statistics
-    if not statistics:
-        return lambda args: overload(*args)
-    # A compiler differentiates all that it is given, and statistics refuse that.
-    kept = [name in statistics for name in outputs]
-    return lambda args: [y.detach() if k else y for y, k in zip(overload(*args), kept, strict=True)]
-
-
-def _compiled_jvp(subject: Subject, record: Record) -> None:
-    """A jvp inside the compiled function."""
-    function, values = FORWARD.nested(subject.function(), len(subject.inputs)), list(map(contiguous, subject.active))
-    gots, wants = (run(*values, *all_like(values, 2)) for run in (_compiled(function), function))
-    record.all_close(FORWARD.labels(subject), gots, wants, ", compiled,")
+        function, along = FORWARD.nested(subject.function(), len(inputs)), all_like(inputs, 2)
+        got, want = (run(*[x.detach() for x in inputs], *along) for run in (_compiled(function), function))
+        record.all_close(FORWARD.labels(subject), got, want, ", compiled,")
