@@ -58,9 +58,9 @@ def compile(
 
     Python runs once per program. There is one for each set of sizes, strides, dtypes and devices of tensors, for each
     set of constants among the arguments, and for the state of torch that changes results: grad mode, autocast, default
-    dtype. Modules, variables of the closure and of globals, and attributes of other objects that code names, are looked
-    up at each call: their tensors are arguments of the programs, and another variable, submodule, or number among a
-    module's attributes gets programs of its own. Random numbers are drawn anew in each call from the state that
+    dtype. Modules, variables of the closure and of globals, and attributes of objects that code names, are looked up at
+    each call: their tensors are arguments of the programs, and another variable, submodule, or attribute gets programs
+    of its own. Random numbers are drawn anew in each call from the state that
     `torch.manual_seed` sets, and are other ones than those of the uncompiled function. Inside `torch.compile`, and
     inside any trace, `fn` itself runs.
 

@@ -119,7 +119,8 @@ class _Site(Region):
         return [*dict(zip(self._numbers, [*names, *registered], strict=True)).values()]
 
     def _look(self, roots: list[Any]) -> Reached:
-        return Reached([*roots, *(x for x in self._leaves if not isinstance(x, torch.Tensor))], lambda x: True)
+        constants = [x for x in self._leaves if not isinstance(x, torch.Tensor)]
+        return Reached([*roots, *constants], lambda x: True, deeply=True)
 
     def _surroundings(self, tensors: Sequence[Tensor]) -> list[Any]:
         return []

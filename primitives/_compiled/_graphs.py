@@ -9,6 +9,7 @@ import functools
 import gc
 import itertools
 import logging
+import operator
 import os
 import textwrap
 import threading
@@ -318,6 +319,12 @@ def _sized(graph: fx.Graph) -> list[tuple[int, int]]:
             for axis, n in enumerate(getattr(node.meta["val"], "shape", ())):
                 if isinstance(n, torch.SymInt) and n.node.expr.is_symbol and str(n) not in places:
                     places[str(n)] = k, axis
+    # Before torch 2.15 Inductor takes no remainder of two numbers.
+    for node in graph.find_nodes(op="call_function", target=operator.mod):
+        if (known := node.meta["val"].node.maybe_as_int()) is not None:
+            for user in [*node.users]:
+                user.replace_input_with(node, known)
+            graph.erase_node(node)
     first = placeholders[-1].next
     for name, (k, axis) in places.items():
         with graph.inserting_before(first):

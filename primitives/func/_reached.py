@@ -4,78 +4,38 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import dis
 import functools
 import inspect
+import itertools
 import operator
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._C._dynamo.guards import dict_version
 
 from primitives._core.errors import LeafError
+from primitives.func._code import globals_in, is_of_users, is_opaque, members, names_in, read_in
+from primitives.func._places import CELL, Place
 from primitives.tracing._modules.lending import guard_of
 from primitives.tracing._torch_private import FunctionalTensor
 
-
-class _Place(NamedTuple):
-    """Where a function finds a value.
-
-    A cell, a key, an attribute of a module, the defaults of a function, the arguments of a partial one, or an entry of
-    the tuple in a place.
-    """
-
-    holder: Any
-    key: Any
-
-    def get(self) -> Any:
-        """The value; `None` where there is none."""
-        # Not `contextlib.suppress`, which takes a microsecond in every call of a compiled function.
-        try:
-            return self.holder.cell_contents if self.key is _CELL else self._items()[self.key]
-        except (ValueError, LookupError, TypeError):
-            return None
-
-    def put(self, value: Any) -> None:
-        """Exchange the value."""
-        if self.key is _CELL:
-            self.holder.cell_contents = value
-        elif isinstance(self.holder, _Place):
-            old = self._items()
-            entries = [*old[: self.key], value, *old[self.key + 1 :]]
-            self.holder.put(getattr(old, "_make", type(old))(entries))
-        elif isinstance(self.holder, types.FunctionType):
-            setattr(self.holder, self.key, value)
-        elif isinstance(self.holder, functools.partial):
-            self.holder.__setstate__((self.holder.func, value, self.holder.keywords, vars(self.holder)))  # type: ignore[attr-defined] - no stub
-        else:
-            self._items()[self.key] = value
-
-    def _items(self) -> Any:
-        if isinstance(self.holder, _Place):
-            return self.holder.get()
-        if isinstance(self.holder, (types.FunctionType, functools.partial)):
-            return {self.key: getattr(self.holder, self.key)}
-        return vars(self.holder) if isinstance(self.holder, torch.nn.Module) else self.holder
-
-    @property
-    def outermost(self) -> _Place:
-        """The place that is exchanged, also where a tuple is made anew."""
-        return self.holder.outermost if isinstance(self.holder, _Place) else self
-
-
-_CELL, _MISSING = "a variable of the closure", object()
-# Attributes of modules that are constants: the training mode, the probability of a dropout, the weight of a loss.
-_NUMBERS = frozenset({bool, int, float, str, type(None)})
-# Attributes of every module, in which it keeps others.
+_MISSING = object()
+# Constants, by whose value and type programs are told apart.
+_NUMBERS = frozenset({bool, int, float, complex, str, type(None), torch.device, torch.dtype})
+# Attributes of every module, in which it keeps others; those that a call reads.
 _REGISTRIES = frozenset(vars(nn.Module()))
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+_READ_REGISTRIES = ("_parameters", "_buffers", "_modules", *_HOOKS)
+_CONTAINERS = (list, dict, set, collections.deque)
 
 
 class Reached:
     """Modules, variables and tensors that functions, or the modules among their arguments, reach.
+
+    Into what code of modules names besides containers, as globals, functions and objects, it looks only `deeply`.
 
     Attributes:
         modules: The modules that are found.
@@ -84,14 +44,17 @@ class Reached:
         registered: Each parameter and buffer once, with all places where it is registered.
     """
 
-    def __init__(self, roots: Sequence[Any], takes: Callable[[Tensor], bool]) -> None:
-        self.places: list[_Place] = []
-        # Attributes of objects that code may read or write; variables that lead on, or are constants, with values.
-        self._attributes: list[tuple[dict[str, Any], str]] = []
-        self._links: list[tuple[_Place, Any]] = []
-        # Lists and dictionaries; attributes of modules that hold one, or a tuple.
-        self._containers: list[Any] = []
-        self._held: list[_Place] = []
+    def __init__(self, roots: Sequence[Any], takes: Callable[[Tensor], bool], *, deeply: bool = False) -> None:
+        self._deeply, self._kinds = deeply, object if deeply else (tuple, *_CONTAINERS)
+        self.places: list[Place] = []
+        # Variables that lead on, or are constants, with values; containers; attributes of objects, and variables of
+        # Python modules, with the names that count.
+        self._links: list[tuple[Place, Any]] = []
+        self._containers: dict[int, Any] = {}
+        self._objects: dict[int, tuple[dict[str, Any], set[str]]] = {}
+        # Names that code reads, of attributes of a class of modules, and of any object.
+        self._read: dict[type, set[str]] = {}
+        self._names: set[str] = set()
         self.modules = self._walk(roots, takes)
         self.owners = list(dict.fromkeys(owner for each in self.modules for owner in each.modules()))
         if any(isinstance(owner, torch.jit.ScriptModule) for owner in self.owners):
@@ -104,76 +67,95 @@ class Reached:
                         self.registered.setdefault(value, []).append((owner, registry, name))
         self._reads = [places[0] for places in self.registered.values()]
         self._ties = [places for places in self.registered.values() if len(places) > 1]
-        self._state = self._state_now()
-        self._dicts = [x for x in self._containers if isinstance(x, dict)]
-        # No version counts the order of the second, which `move_to_end` changes.
-        self._lists = [x for x in self._containers if isinstance(x, (list, collections.OrderedDict))]
+        # No version counts the entries of these, nor the order of the last, which `move_to_end` changes.
+        containers = self._containers.values()
+        self._lists: list[Any] = [
+            x for x in containers if not isinstance(x, dict) or type(x) is collections.OrderedDict
+        ]
+        self._types = [*map(type, self.owners)]
         # A guard of dictionaries, those of modules, versions, entries of lists, parameters and buffers.
-        self._seen: tuple[Any, list[Any], list[int], list[Any], list[Tensor]] = None, [], [-1], [], []
+        self._seen: tuple[Any, list[Any], list[int], list[Any], list[Tensor]] = None, [], [], [], []
+        self._state: Any = None
 
     def _walk(self, roots: Sequence[Any], takes: Callable[[Tensor], bool]) -> list[nn.Module]:
         modules: list[nn.Module] = []
-        stack, names, objects, held = [*roots], {}, [], []
+        stack, objects, held = [*roots], [], []
         # What was seen is held, or another object could get its number.
         seen = self._walked = {}
         while stack:
             x = stack.pop()
-            key = (id(x.holder), x.key) if isinstance(x, _Place) else id(x)
+            key = (id(x.holder), x.key) if isinstance(x, Place) else id(x)
             if key not in seen:
                 seen[key] = x
-                if isinstance(x, torch.nn.Module):
+                if isinstance(x, nn.Module):
                     modules.append(x)
-                    pairs = [pair for owner in x.modules() for pair in _own_attributes(owner)]
-                    stack += [place for place, value in pairs if isinstance(value, torch.Tensor)]
-                    held += [place for place, value in pairs if isinstance(value, (list, dict, tuple))]
-                elif isinstance(x, _Place):
+                    for owner in x.modules():
+                        own = [(Place(owner, name), y) for name, y in vars(owner).items() if name not in _REGISTRIES]
+                        stack += [place for place, y in own if isinstance(y, torch.Tensor)]
+                        held += [place for place, y in own if not _is_constant(y) and isinstance(y, self._kinds)]
+                        hooks = [each for name in _HOOKS for each in vars(owner)[name].values()]
+                        stack += hooks if self._deeply else []
+                        self._read.setdefault(type(owner), set())
+                elif isinstance(x, Place):
                     stack += self._at(x, takes)
                 elif isinstance(x, types.FunctionType):
-                    if not (x.__module__ or "").startswith(_OPAQUE):
-                        stack += _next(x)
-                        names |= dict.fromkeys(_names(x.__code__))
+                    if not is_opaque(x):
+                        stack += self._variables(x)
+                        self._names |= {*names_in(x.__code__)}
                 else:
                     stack += _next(x)
-                    objects += [x] * _has_attributes(x)
-                    self._containers += [x] * isinstance(x, (list, dict))
+                    objects += [x] * (_has_attributes(x) or (self._deeply and is_of_users(x)))
+                    if isinstance(x, _CONTAINERS):
+                        self._containers[id(x)] = x
             if not stack:
-                # Of modules, as far as what runs in their class reads it.
-                read = {kind: _read_in(kind, names) for kind in {type(place.holder) for place in held}}
-                self._held = [place for place in held if place.key in read[type(place.holder)]]
-                changing = [place for place in self._held if not _is_constant(place.get())]
-                stack += [place for place in changing if (id(place.holder), place.key) not in seen]
-                # Attributes of objects, as far as any code reads some of that name.
-                pairs = [(x, name) for x in objects for name in names]
-                self._attributes = [(vars(x), name) for x, name in pairs]
-                found = [_Place(vars(x), name) for x, name in pairs if name in vars(x)]
-                stack += [place for place in found if (id(place.holder), place.key) not in seen]
-                methods = [inspect.getattr_static(type(x), name, None) for x, name in pairs]
-                stack += [m for m in methods if isinstance(m, types.FunctionType) and id(m) not in seen]
+                stack = self._named(objects, held, seen)
         return modules
 
-    def _at(self, place: _Place, takes: Callable[[Tensor], bool]) -> list[Any]:
+    def _named(self, objects: list[Any], held: list[Place], seen: dict[Any, Any]) -> list[Any]:
+        """Attributes and methods that are not seen yet, of modules and of objects, as far as code names them."""
+        found: list[Any] = []
+        for kind in self._read:
+            names, functions = read_in(kind, self._names)
+            self._read[kind] = names
+            found += [x for each in functions for x in self._variables(each)] if self._deeply else []
+        found += [place for place in held if place.key in self._read[type(place.holder)]]
+        names = self._names.union(*self._read.values())
+        kinds = {each for x in (*self._read, *objects) for each in (x if isinstance(x, type) else type(x)).__mro__}
+        found += [place for kind in kinds if self._deeply for place in _held_by(kind, names)]
+        for x in objects:
+            if isinstance(attributes := getattr(x, "__dict__", None), dict):
+                self._objects[id(attributes)] = attributes, names
+                changing = [name for name, y in attributes.items() if name in names and not _is_constant(y)]
+                found += [Place(attributes, name) for name in changing]
+            found += [
+                Place(x, y) if isinstance(y, types.MemberDescriptorType) else y
+                for name, y in members(x if isinstance(x, type) else type(x)).items()
+                if name in names and (isinstance(y, types.FunctionType) or is_of_users(type(x)))
+            ]
+        keys = [(id(x.holder), x.key) if isinstance(x, Place) else id(x) for x in found]
+        return [x for key, x in zip(keys, found, strict=True) if key not in seen]
+
+    def _variables(self, x: types.FunctionType) -> list[Any]:
+        """Where a function leads. Globals are watched, but those of a script, which change all the time."""
+        variables = x.__globals__
+        if variables.get("__name__") != "__main__":
+            self._objects.setdefault(id(variables), (variables, set()))[1].update(globals_in(x.__code__))
+        return _next(x)
+
+    def _at(self, place: Place, takes: Callable[[Tensor], bool]) -> list[Any]:
         """Where the value of a place leads."""
         value = place.get()
         if isinstance(value, torch.Tensor):
             self.places += [place] * takes(value)
             return []
-        # Attributes of modules are looked up where these were written to.
-        is_variable = not isinstance(place.holder, nn.Module)
-        if isinstance(place.holder, types.CellType) or (is_variable and isinstance(value, _LINKED)):
+        # Attributes and entries are looked up where these were written to.
+        holder = place.outermost.holder
+        is_watched = isinstance(holder, nn.Module) or id(holder) in self._objects or id(holder) in self._containers
+        if isinstance(place.holder, types.CellType) or (isinstance(value, _LINKED) and not is_watched):
             self._links.append((place, value))
-        return [_Place(place, i) for i in range(len(value))] if isinstance(value, tuple) else [value]
-
-    def _state_now(self) -> tuple[list[Any], ...]:
-        """What decides how the modules run, beside their tensors."""
-        owners = self.owners
-        return (
-            [_number(place.get()) for place in self._held],
-            [[_number(x) for x in _entries(each)] for each in self._containers],
-            [[(name, repr(x)) for name, x in vars(owner).items() if type(x) in _NUMBERS] for owner in owners],
-            # A name may be registered without a tensor, and get one later.
-            [sum(x is not None for x in (*o._parameters.values(), *o._buffers.values())) for o in owners],
-            [[*vars(owner)["_modules"].items()] for owner in owners],
-        )
+        if isinstance(value, tuple) and not _is_constant(value):
+            return [Place(place, i) for i in range(len(value))]
+        return [value]
 
     def tensors(self) -> list[Tensor] | None:
         """The tensors in `places`, then parameters and buffers, as they are now; `None` if what is reached changed."""
@@ -189,21 +171,23 @@ class Reached:
 
     def _registered_now(self) -> list[Tensor] | None:
         """Parameters and buffers, asked for again where a dictionary of a module was written to."""
-        guard, registries, versions, entries, found = self._seen
+        guard, dicts, versions, entries, found = self._seen
         listed = [x for each in self._lists for x in (*each, each)]
-        objects = [*self.owners, *registries]
-        is_same = guard.check(objects) if guard is not None else versions == self._versions(registries)
+        objects = [*self.owners, *dicts]
+        if guard is not None:
+            is_same = guard.check(objects)
+        else:
+            is_same = versions == self._versions(dicts) and self._types == [*map(type, self.owners)]
         if is_same and _are_same(listed, entries):
             if guard is None:
                 # Called again, so that it is worth while: C++ takes a quarter of the time from now on.
                 guard = guard_of(objects)
-                if versions == self._versions(registries):
-                    self._seen = guard, registries, versions, entries, found
+                if versions == self._versions(dicts):
+                    self._seen = guard, dicts, versions, entries, found
             return found
-        registries = [vars(x)[name] for x in self.owners for name in ("_parameters", "_buffers", "_modules")]
-        registries += self._dicts
-        versions = self._versions(registries)
-        if self._state_now() != self._state:
+        dicts = [x for x, *_ in self._watched()[len(self.owners) :]]
+        now = self._versions(dicts)
+        if self._has_changed(versions, now):
             return None
         found = [getattr(owner, registry).get(name) for owner, registry, name in self._reads]
         for places in self._ties:
@@ -213,27 +197,51 @@ class Reached:
         if not all(map(_is_at_home, found)):
             return None
         # Another thread may lend them meanwhile.
-        if versions == self._versions(registries):
-            self._seen = None, registries, versions, listed, found
+        if now == self._versions(dicts):
+            self._seen = None, dicts, now, listed, found
         return found
 
-    def _versions(self, registries: list[Any]) -> list[int]:
+    def _has_changed(self, versions: list[int], now: list[int]) -> bool:
+        """Whether what decides differs from the first time, where these versions of dictionaries differ."""
+        watched = self._watched()
+        if not self._state:
+            self._state = [_numbers(*each) for each in watched], self._outside_of_dicts()
+            # Held, or others could get their numbers.
+            self._alive = [y for x, *_ in watched for y in x.values() if not isinstance(y, torch.Tensor)]
+        changed = (k for k, (old, new) in enumerate(itertools.zip_longest(versions, now)) if old != new)
+        inside, outside = self._state
+        return outside != self._outside_of_dicts() or any(_numbers(*watched[k]) != inside[k] for k in changed)
+
+    def _watched(self) -> list[tuple[dict[Any, Any], Any, frozenset[type]]]:
+        """Dictionaries that decide what runs, and of which names, `None` for all, or types: of modules first."""
+        owners = zip(self.owners, self._types, strict=True)
+        found: list[Any] = [(vars(owner), self._read[kind], _NUMBERS) for owner, kind in owners]
+        found += [(vars(owner)[name], None, ()) for owner in self.owners for name in _READ_REGISTRIES]
+        found += [(each, None, ()) for each in self._containers.values() if isinstance(each, dict)]
+        return found + [(each, names, ()) for each, names in self._objects.values()]
+
+    def _outside_of_dicts(self) -> tuple[list[Any], ...]:
+        """What decides besides: classes of modules, and entries of lists."""
+        return [*map(type, self.owners)], [[*map(_number, each)] for each in self._lists]
+
+    def _versions(self, dicts: list[Any]) -> list[int]:
         """Numbers that grow when a dictionary is written to; a call that lends a module exchanges its attributes."""
-        return [*map(dict_version, map(vars, self.owners)), *map(dict_version, registries)]
+        return [*map(dict_version, map(vars, self.owners)), *map(dict_version, dicts)]
 
     def described(self) -> list[tuple[str, Any]]:
         """Variables that are constants, and training modes, with names."""
         pairs = [(place.key, value) for place, value in self._links]
-        pairs += [pair for each in self._containers for pair in _items(each)]
+        pairs += [pair for each in self._containers.values() for pair in _items(each)]
+        pairs += [(name, x) for each, names in self._objects.values() for name, x in each.items() if name in names]
         constants = [(str(key), value) for key, value in pairs if isinstance(value, (int, float, str))]
         return [*constants, ("training", [owner.training for owner in self.owners])]
 
     @contextlib.contextmanager
     def restoring(self, say: Callable[[list[str]], None]) -> Iterator[None]:
         """Context after which variables, attributes and entries are as before; `say` gets names of others."""
-        links = [(place, place.get()) for place, _ in self._links if not isinstance(place.holder, _Place)]
-        attributes = [(holder, name, holder.get(name, _MISSING)) for holder, name in self._attributes]
-        copies = [(each, each.copy()) for each in self._containers]
+        links = [(place, place.get()) for place, _ in self._links if not isinstance(place.holder, Place)]
+        attributes = [(each, names, {**each}) for each, names in self._objects.values()]
+        copies = [(each, each.copy()) for each in self._containers.values()]
         try:
             yield
         finally:
@@ -241,13 +249,14 @@ class Reached:
             filled = [(each, old) for each, old in copies if _has_other_values(each, old)]
             for each, old in filled:
                 each.clear()
-                each.update(old) if isinstance(each, dict) else each.extend(old)
+                each.update(old) if isinstance(each, (dict, set)) else each.extend(old)
             changed = [(place, value) for place, value in links if place.get() is not value]
             for place, value in changed:
                 place.put(value)
-            others = [each for each in attributes if each[0].get(each[1], _MISSING) is not each[2]]
-            for holder, name, value in others:
-                holder.pop(name) if value is _MISSING else holder.update({name: value})
+            pairs = [(each, k, old.get(k, _MISSING)) for each, names, old in attributes for k in names & each.keys()]
+            others = [(each, name, x) for each, name, x in pairs if each[name] is not x]
+            for each, name, x in others:
+                each.pop(name) if x is _MISSING else each.update({name: x})
             names = [*(str(place.key) for place, _ in changed), *(name for _, name, _ in others)]
             say([*names, *(f"an entry of a {type(each).__name__}" for each, _ in filled)])
 
@@ -265,7 +274,7 @@ class Reached:
                 place.put(original)
 
 
-# Values of globals that a function reads and that may be exchanged; modules of Python and classes are not followed.
+# Values of globals that a function reads and that may be exchanged.
 _LINKED = (torch.nn.Module, types.FunctionType, functools.partial, list, tuple, dict, int, float, str, type(None))
 
 
@@ -276,39 +285,34 @@ def _is_at_home(x: Any) -> bool:
 
 def _serves(x: Any, y: Any) -> bool:
     """Whether a value may stand for another: entries of tuples are places of their own."""
-    if type(x) is not type(y) or not isinstance(x, (tuple, int, float, str)):
+    if type(x) is not type(y) or not (isinstance(x, tuple) or _is_constant(x)):
         return False
-    return len(x) == len(y) if isinstance(x, tuple) else repr(x) == repr(y)
+    return repr(x) == repr(y) if _is_constant(y) else len(x) == len(y)
 
 
 def _next(x: Any) -> list[Any]:
     """Where a function, or a container that it reaches, leads."""
     if isinstance(x, functools.partial):
         has_tensors = any(isinstance(arg, (torch.Tensor, tuple)) and not _is_constant(arg) for arg in x.args)
-        return [x.func, *([_Place(x, "args")] if has_tensors else x.args), *_changing(x.keywords)]
+        return [x.func, *([Place(x, "args")] if has_tensors else x.args), *_changing(x.keywords)]
     if isinstance(x, types.MethodType):
         return [x.__self__, x.__func__]
-    if isinstance(x, (list, dict)):
+    if isinstance(x, _CONTAINERS):
         return _changing(x)
-    if isinstance(x, tuple):
+    if isinstance(x, (tuple, frozenset)):
         return list(x)
     if isinstance(x, types.FunctionType):
         # Thousands of objects lie behind those of this package's functions, and none is a user's.
         is_ours = (x.__module__ or "").startswith("primitives.")
-        names = [] if is_ours else _globals(x.__code__)
-        variables = [_Place(x.__globals__, name) for name in names if name in x.__globals__]
+        names = [] if is_ours else globals_in(x.__code__)
+        variables = [Place(x.__globals__, name) for name in names if name in x.__globals__]
         kept = () if is_ours else ("__defaults__", "__kwdefaults__")
-        defaults = [_Place(x, name) for name in kept if getattr(x, name)]
-        return [*variables, *(_Place(cell, _CELL) for cell in x.__closure__ or ()), *defaults]
+        defaults = [Place(x, name) for name in kept if getattr(x, name)]
+        return [*variables, *(Place(cell, CELL) for cell in x.__closure__ or ()), *defaults]
     # What stands for a function.
     wrapped = getattr(x, "__wrapped__", None) if callable(x) and not isinstance(x, type) else None
     call = inspect.getattr_static(type(x), "__call__", None) if _has_attributes(x) else None
     return [each for each in (wrapped, call) if each is not None]
-
-
-def _own_attributes(owner: nn.Module) -> list[tuple[_Place, Any]]:
-    """Attributes that not every module has, with their values."""
-    return [(_Place(owner, name), value) for name, value in vars(owner).items() if name not in _REGISTRIES]
 
 
 def no_torchscript() -> LeafError:
@@ -319,20 +323,17 @@ def no_torchscript() -> LeafError:
     )
 
 
-def _changing(x: list[Any] | dict[Any, Any]) -> list[Any]:
+def _changing(x: Any) -> list[Any]:
     """Entries of a container, by their places where these hold tensors."""
     pairs = [(key, value) for key, value in _items(x) if not _is_constant(value)]
-    return [_Place(x, key) if isinstance(value, (torch.Tensor, tuple)) else value for key, value in pairs]
+    if isinstance(x, set):
+        return [value for _, value in pairs]
+    return [Place(x, key) if isinstance(value, (torch.Tensor, tuple)) else value for key, value in pairs]
 
 
 def _items(x: Any) -> list[tuple[Any, Any]]:
     """Keys or numbers of the entries of a container, and what they are."""
     return [*(x.items() if isinstance(x, dict) else enumerate(x))]
-
-
-def _entries(x: Any) -> list[Any]:
-    """Entries of a list, or keys and values."""
-    return [*x, *x.values()] if isinstance(x, dict) else [*x]
 
 
 def _has_other_values(x: Any, y: Any) -> bool:
@@ -354,43 +355,22 @@ def _number(x: Any) -> Any:
     """What tells a value from another, where no place does: that of a constant, the identity of an object."""
     if _is_constant(x):
         return repr(x)
-    return None if isinstance(x, torch.Tensor) else len(x) if isinstance(x, tuple) else id(x)
+    return None if isinstance(x, torch.Tensor) else tuple(map(_number, x)) if isinstance(x, tuple) else id(x)
 
 
-def _read_in(kind: type, names: Iterable[str]) -> set[str]:
-    """Names in the methods of a class of modules that `forward` leads to, or code with these names."""
-    bases = [vars(base) for base in kind.__mro__[::-1] if not issubclass(nn.Module, base)]
-    methods = {name: x for base in bases for name, x in base.items() if isinstance(x, types.FunctionType)}
-    found, stack = set(), ["forward", *names]
-    while stack:
-        name = stack.pop()
-        if name not in found:
-            found.add(name)
-            stack += _names(inspect.unwrap(methods[name]).__code__) if name in methods else []
-    return found
+def _numbers(values: dict[Any, Any], names: set[str] | None, kinds: frozenset[type]) -> list[Any]:
+    """What tells the entries of a dictionary from others: those of these names or types."""
+    return [(key, _number(x)) for key, x in values.items() if names is None or key in names or type(x) in kinds]
 
 
-def _codes(code: types.CodeType) -> list[types.CodeType]:
-    """Code, and that of functions in it."""
-    return [code, *(each for x in code.co_consts if isinstance(x, types.CodeType) for each in _codes(x))]
-
-
-def _names(code: types.CodeType) -> list[str]:
-    """Names of attributes and globals in code."""
-    return [name for each in _codes(code) for name in each.co_names]
-
-
-def _globals(code: types.CodeType) -> list[str]:
-    """Names of globals, or of what is built in."""
-    return [x.argval for each in _codes(code) for x in dis.get_instructions(each) if x.opname in _READS]
-
-
-_READS = ("LOAD_GLOBAL", "LOAD_NAME")
-# Modules whose functions are not looked into.
-_OPAQUE = ("torch.", "primitives._compiled.")
+def _held_by(kind: type, names: set[str]) -> list[Place]:
+    """Values of these names in a class of a user's."""
+    held = [(name, x) for name, x in vars(kind).items() if name in names and not name.startswith("__")]
+    return [Place(kind, name) for name, x in held if is_of_users(kind) and isinstance(x, (torch.Tensor, *_LINKED[2:]))]
 
 
 def _has_attributes(x: Any) -> bool:
     """Whether `x` is an object of a class of somebody's, in whose attributes a function may find values."""
     no_objects = torch.Tensor, type, types.ModuleType, types.MethodType, functools.partial
-    return isinstance(getattr(x, "__dict__", None), dict) and not isinstance(x, no_objects)
+    has_any = isinstance(getattr(x, "__dict__", None), dict) or is_of_users(type(x))
+    return has_any and not isinstance(x, no_objects)

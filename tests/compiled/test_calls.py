@@ -111,7 +111,8 @@ def test_a_forward_that_was_set_on_a_module():
     same(gradients(net, model(X).sum()), gradients(plain, 2 * plain(X).sum()))
     model.forward = lambda x, forward=model.forward: 3 * forward(x)
     same(model(X), 6 * plain(X))
-    assert model.compiled.settings.programs[0].num_calls == 2
+    # Forward, backward, and forward anew: another `forward` might be what the module calls.
+    assert sum(each.num_calls for each in model.compiled.settings.programs) == 3
 
 
 @dataclasses.dataclass

@@ -1,8 +1,14 @@
 """Changes of modules and defaults that come after calls, when C++ looks at dictionaries of modules."""
 
+import copy
+import dataclasses
+import enum
+import functools
 import gc
+import sys
+import types
 import weakref
-from collections import OrderedDict
+from collections import OrderedDict, deque
 
 import pytest
 import torch
@@ -148,3 +154,138 @@ def test_parameters_that_were_replaced_are_freed():
         whole(X)
     gc.collect()
     assert not any(each() is not None for each in old)
+
+
+SCALE, TABLE, RATE, THIS = 2.0, {"a": 1.0}, 1.0, sys.modules[__name__]
+Mode = enum.Enum("Mode", ["SIN", "COS"])
+
+
+def scaled(x):
+    return x * SCALE * TABLE["a"]
+
+
+@dataclasses.dataclass
+class Config:
+    scale: float = 2.0
+    inner: types.SimpleNamespace = dataclasses.field(default_factory=lambda: types.SimpleNamespace(k=1.0, listed=[1.0]))
+    act: object = torch.sin
+    shift: object = dataclasses.field(default_factory=lambda: data(3))
+
+
+@dataclasses.dataclass(slots=True)
+class Slotted:
+    k: float = 1.0
+
+
+class Doubled:
+    factor = 2.0
+
+    def __call__(self, *args):
+        return args[-1] * self.factor
+
+
+class Layer(nn.Module):
+    rate = 1.0
+
+    def __init__(self, config):
+        super().__init__()
+        self.config, self.net, self._p, self.calls = config, nn.Linear(3, 3).double(), 2.0, 0
+
+    @property
+    def power(self):
+        return self._p * self.config.inner.k
+
+    def forward(self, x):
+        self.calls += 1
+        return scaled(self.net(x)) * self.power * getattr(self, "late", 1.0) * self.rate
+
+
+class Holding(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.config, self.slotted, self.doubled = Config(), Slotted(), Doubled()
+        self.mode, self.kind, self.dtype, self.imaginary = Mode.SIN, nn.Linear, torch.float64, 1j
+        self.act, self.function = torch.sin, functools.partial(torch.mul, other=2.0)
+        self.chosen, self.queue = {1, 2}, deque([1.0])
+        self.layer, self.last = Layer(self.config), Layer(self.config)
+        self.last.register_forward_hook(self.doubled)
+        self.removed = self.layer.register_forward_pre_hook(lambda layer, args: (args[0] + 1,))
+        vars(self)["hidden"] = nn.Linear(3, 3).double()
+
+    def forward(self, x):
+        x = self.config.act(self.act(x) * self.config.scale * self.config.inner.listed[0] + self.config.shift)
+        x = self.last(self.layer(self.function(x))) * self.slotted.k * self.queue[0] * abs(self.imaginary)
+        x = x + self.hidden(x) * (3 if self.mode is Mode.COS else 1) * (5 if 3 in self.chosen else 1)
+        return x.to(self.dtype) * (7 if self.kind is not nn.Linear else 1)
+
+
+class Job:
+    scale, other = 1.0, 1.0
+
+    def __init__(self, net):
+        self.net, self.weight, self.step, self.losses = net, 1.0, 0, []
+
+    def loss(self, x):
+        return self.net(x).square().mean() * self.weight * self.scale * Job.other * THIS.RATE
+
+
+def assigned(path, value):
+    *path, last = path.split(".")
+    return lambda job, monkeypatch: setattr(functools.reduce(getattr, path, job.net), last, value)
+
+
+NAMED = [
+    assigned("config.scale", 3.0),
+    assigned("config.inner.k", 3.0),
+    assigned("config.inner", types.SimpleNamespace(k=3.0, listed=[2.0])),
+    assigned("config", Config(scale=5.0)),
+    assigned("config.act", torch.cos),
+    assigned("config.shift", data(3, seed=1)),
+    assigned("act", torch.cos),
+    assigned("function", functools.partial(torch.mul, other=3.0)),
+    assigned("slotted.k", 3.0),
+    assigned("doubled.factor", 3.0),
+    assigned("mode", Mode.COS),
+    assigned("kind", nn.Bilinear),
+    assigned("dtype", torch.float32),
+    assigned("imaginary", 2j),
+    lambda job, _: job.net.chosen.add(3),
+    assigned("chosen", {1}),
+    assigned("last._p", 5.0),
+    assigned("last.late", 3.0),
+    assigned("last.rate", 3.0),
+    lambda job, _: vars(job.net).update(hidden=nn.Linear(3, 3).double()),
+    lambda job, _: job.net.config.inner.listed.__setitem__(0, 3.0),
+    lambda job, _: job.net.queue.__setitem__(0, 3.0),
+    lambda job, _: job.net.removed.remove(),
+    assigned("last.__class__", type("Other", (Layer,), {"forward": lambda self, x: x * 4})),
+    lambda job, _: job.net.layer.register_forward_hook(lambda layer, args, y: y * 3),
+    lambda job, _: nn.utils.parametrizations.orthogonal(job.net.layer.net),
+    assigned("last.__class__", type("Third", (Layer,), {"forward": lambda self, x: x * 5})),
+    assigned("last.forward", torch.sin),
+    lambda job, _: setattr(job, "weight", 3.0),
+    lambda job, monkeypatch: monkeypatch.setattr(f"{__name__}.SCALE", 3.0),
+    lambda job, monkeypatch: monkeypatch.setattr(f"{__name__}.RATE", 3.0),
+    lambda job, monkeypatch: monkeypatch.setattr(Job, "scale", 3.0),
+    lambda job, monkeypatch: monkeypatch.setattr(Job, "other", 3.0),
+    lambda job, monkeypatch: monkeypatch.setitem(TABLE, "a", 3.0),
+    lambda job, monkeypatch: monkeypatch.setattr(f"{__name__}.scaled", torch.sin),
+]
+
+
+def test_whatever_code_names(monkeypatch):
+    """By submodules, properties, hooks and functions, too; a counter is no reason to compile again."""
+    torch.manual_seed(0)
+    job = Job(Holding())
+    step = plainly(lambda x: job.loss(x))
+    for number, change in enumerate([lambda *_: None, *NAMED], start=1):
+        before = job.losses[-1:]
+        change(job, monkeypatch)
+        # What is called once, twice, and again is looked at in three ways.
+        for _ in range(1 + number % 3):
+            job.losses.append(step(X).detach())
+            same(job.losses[-1], copy.deepcopy(job).loss(X).detach())
+            if number < 20:
+                job.step += 1
+        assert not any(torch.equal(job.losses[-1], loss) for loss in before)
+        assert len(step.settings.programs) <= number

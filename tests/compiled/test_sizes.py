@@ -66,6 +66,17 @@ def test_inductor_keeps_apart_what_it_made_for_other_sizes():
             same(*(torch.autograd.grad(f(x, w), (x, w)) for f in (compiled, compiled.__wrapped__)))
 
 
+@pytest.mark.nightly
+def test_inductor_takes_remainders_of_sizes_that_are_known():
+    def loss(x):
+        parts = x.prod(1), x.amax((0, 1)), x.aminmax(dim=1).max, torch.linalg.vector_norm(x, 3, 0)
+        return sum(y.square().sum() for y in parts)
+
+    compiled = pr.compile(loss, dynamic=True)
+    for x in (data(4, 6), data(5, 6)):
+        same(*(torch.func.jvp(torch.func.grad(f), (x,), (x,))[1] for f in (compiled, loss)))
+
+
 def test_per_sample_gradients_of_any_number_and_size():
     net = nn.Linear(3, 1).double()
     compiled = plainly(lambda x: net(x).sin().mean(0).sum(), dynamic=True)

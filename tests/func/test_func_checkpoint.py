@@ -174,15 +174,21 @@ class Holder:
         self.x = x
 
 
-class Unknown:
+class Slotted:
     __slots__ = ("x",)
 
     def __init__(self, x):
         self.x = x
 
 
-def test_attributes_of_captured_objects_are_known():
-    held = Holder(data(4).requires_grad_())
+def unknown(x):
+    """Of classes nobody looks at attributes."""
+    return type("Unknown", (), {"x": x})
+
+
+@pytest.mark.parametrize("kind", [Holder, Slotted])
+def test_attributes_of_captured_objects_are_known(kind):
+    held = kind(data(4).requires_grad_())
     (x_bar,) = torch.autograd.grad(checkpoint(lambda x: x * held.x, X).sum(), held.x)
     torch.testing.assert_close(x_bar, X.sum_to_size(x_bar.shape))
 
@@ -196,10 +202,10 @@ def test_globals_of_functions_of_this_package_are_not_searched_and_what_they_hol
 
 def test_tensors_that_a_region_cannot_know_are_refused():
     def within(x):
-        held = Unknown(x * 2)
+        held = unknown(x * 2)
         return checkpoint(lambda x: x * held.x, x).sum()
 
-    held = Unknown(data(4).requires_grad_())
+    held = unknown(data(4).requires_grad_())
     for call in (lambda: checkpoint(lambda x: x * held.x, X.clone().requires_grad_()), lambda: grad(within)(X)):
         with pytest.raises(pr.LeafError, match="Pass it as an argument"):
             call()

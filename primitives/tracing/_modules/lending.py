@@ -211,7 +211,7 @@ _WRITERS = {
 
 
 def guard_of(objects: list[Any]) -> Any:
-    """Its `check(objects)` tells whether no dictionary, and no attribute of a module, was written to since."""
+    """Its `check(objects)` tells whether no dictionary, no attribute, and no class of a module has changed since."""
     from torch._dynamo.guards import GuardManagerType
 
     root, kind = RootGuardManager(), GuardManagerType.GUARD_MANAGER
@@ -219,6 +219,7 @@ def guard_of(objects: list[Any]) -> Any:
         manager, values = root.list_getitem_manager(k, "", x, kind), x
         if isinstance(x, nn.Module):
             values = vars(x)
+            manager.add_type_match_guard(id(type(x)), [""], None)
             manager = manager.get_generic_dict_manager("", values, kind)
         manager.add_dict_version_guard(values, [""], None)
     return root
