@@ -23,7 +23,7 @@ from torch.nn.utils import parametrize
 from torch.overrides import _get_current_function_mode_stack, _pop_mode_temporarily
 
 from primitives._compiled._derivatives import SEED, Compiled
-from primitives._compiled._graphs import Settings, compiling
+from primitives._compiled._graphs import Settings, compiling, until_traced
 from primitives._core.errors import LeafError, TraceError
 from primitives._core.levels import recomputed
 from primitives._core.trees.nodes import ARGUMENTS, registered
@@ -128,6 +128,10 @@ class _Site(Region):
     def _returned(self, results: list[Any]) -> list[Any]:
         """Sizes as numbers: what is not a tensor is given back in each call as it was in the first."""
         return [_number(y) for y in results]
+
+    def _lender(self) -> contextlib.ExitStack | None:
+        # A backward pass runs hooks and backward methods, which read modules and variables, too.
+        return until_traced.get()
 
     def _watch(self, known: Sequence[Tensor]) -> contextlib.AbstractContextManager:
         return contextlib.nullcontext()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import copy
 import dataclasses
 import functools
@@ -31,6 +32,7 @@ from primitives._compiled._simplified import (
     inductor_mended,
     of_any_strides,
     simplify,
+    with_plain_zeros,
     without_zeros,
 )
 from primitives._core.errors import LeafError
@@ -46,6 +48,8 @@ from primitives.tracing._torch_private import GraphModule, is_wrapper_subclass
 
 __all__ = ["Program", "Settings", "compiling", "cut", "joint_graph", "program_of"]
 
+# What ends with the trace that runs.
+until_traced: contextvars.ContextVar[contextlib.ExitStack | None] = contextvars.ContextVar("until_traced", default=None)
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _log = logging.getLogger("primitives.compile")
 # Torch's compilers are not made for several threads at once.
@@ -216,13 +220,19 @@ def joint_graph(
         pairs = zip(blanks, is_fixed, strict=True)
         axes = [[] if fixed else [k for k, n in enumerate(x.shape) if n > 1] for x, fixed in pairs]
         given, call = Leaves.of(blanks, (*names,), ""), lambda *xs: tuple(function(*xs))
-        try:
-            joint = traced("compile", call, given, axes, table=table, pure=True)
-        except RuntimeError as error:
-            if not (any(axes) and (isinstance(error, UnsupportedOperatorException) or _NO_SYMBOLS in str(error))):
-                raise
-            # The operator wants numbers for sizes: it gets a program for each set of them.
-            joint = traced("compile", call, given, [[] for _ in axes], table=table, pure=True)
+        joint: Any = None
+        # Some operators want numbers for sizes: they get a program for each set of them.
+        for symbols in (axes, [[] for _ in axes]):
+            try:
+                with contextlib.ExitStack() as stack:
+                    stack.callback(until_traced.reset, until_traced.set(stack))
+                    joint = traced("compile", call, given, symbols, table=table, pure=True)
+                break
+            except RuntimeError as error:
+                if not any(symbols) or not (
+                    isinstance(error, UnsupportedOperatorException) or _NO_SYMBOLS in str(error)
+                ):
+                    raise
     simplify(joint.module)
     number = sum(key.split(" #")[0] == name for key in settings.graphs)
     settings.graphs[f"{name} #{number + 1}" if number else name] = joint
@@ -270,6 +280,7 @@ def program_of(
     _say(seconds, "compile: %s, %d nodes, traced in %.1f s", name, len(module.graph.nodes), seconds)
     # Another one, which constants and the compiler change.
     graph = copy.deepcopy(module.graph)
+    with_plain_zeros(graph)
     module = GraphModule(module, graph)
     mode: Any = _guards.detect_fake_mode([node.meta["val"] for node in graph.find_nodes(op="placeholder")])
     for node, layout in zip(graph.find_nodes(op="placeholder"), layouts, strict=True):

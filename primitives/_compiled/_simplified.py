@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor, fx
+from torch.fx.node import map_aggregate
 
 from primitives._core.errors import LeafError
 from primitives._core.inductor import ZERO
@@ -27,6 +29,7 @@ __all__ = [
     "of_any_strides",
     "read_by_offset",
     "simplify",
+    "with_plain_zeros",
     "without_zeros",
 ]
 
@@ -48,6 +51,26 @@ _AVERAGES = _aten.avg_pool2d_backward.default, _aten.avg_pool3d_backward.default
 _PERMUTE, _WIDE = _aten.permute.default, (torch.float32, torch.float64)
 
 
+class _NegativeZero(float):
+    """What is equal to itself alone: torch takes 1 / -0.0 and 1 / 0.0 for one expression."""
+
+    __eq__, __hash__ = object.__eq__, object.__hash__  # type: ignore[assignment] - of a float
+
+
+def _apart(x: Any) -> Any:
+    return _NegativeZero(x) if isinstance(x, float) and x == 0 and math.copysign(1, x) < 0 else x
+
+
+def _map_arguments(graph: fx.Graph, function: Callable[[Any], Any]) -> None:
+    for node in graph.nodes:
+        node.args, node.kwargs = map_aggregate(node.args, function), map_aggregate(node.kwargs, function)
+
+
+def with_plain_zeros(graph: fx.Graph) -> None:
+    """Give a graph that is simplified, in place, the numbers that compilers know."""
+    _map_arguments(graph, lambda x: float(x) if isinstance(x, _NegativeZero) else x)
+
+
 def simplify(module: fx.GraphModule) -> None:
     """Change a joint graph in place to one of fewer operations.
 
@@ -55,6 +78,7 @@ def simplify(module: fx.GraphModule) -> None:
     and transpositions back and forth. The product of a column and a row becomes elementwise.
     """
     graph = module.graph
+    _map_arguments(graph, _apart)
     without_zeros(graph, {node for node in graph.nodes if node.meta.get(ZERO)})
     for node in graph.find_nodes(op="call_function", target=_PERMUTE):
         (x, axes), num = node.args, len(node.args[1])

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import enum
 import functools
 import inspect
-import itertools
+import numbers
 import operator
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -23,13 +24,14 @@ from primitives.tracing._modules.lending import guard_of
 from primitives.tracing._torch_private import FunctionalTensor
 
 _MISSING = object()
-# Constants, by whose value and type programs are told apart.
-_NUMBERS = frozenset({bool, int, float, complex, str, type(None), torch.device, torch.dtype})
+# With all numbers, those of numpy too, the constants: programs are told apart by what they print.
+_NUMBERS = frozenset({bool, int, float, complex, str, bytes, range, type(None), torch.device, torch.dtype})
 # Attributes of every module, in which it keeps others; those that a call reads.
 _REGISTRIES = frozenset(vars(nn.Module()))
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _READ_REGISTRIES = ("_parameters", "_buffers", "_modules", *_HOOKS)
 _CONTAINERS = (list, dict, set, collections.deque)
+_Cache = type(functools.lru_cache(repr))
 
 
 class Reached:
@@ -74,7 +76,7 @@ class Reached:
         ]
         self._types = [*map(type, self.owners)]
         # A guard of dictionaries, those of modules, versions, entries of lists, parameters and buffers.
-        self._seen: tuple[Any, list[Any], list[int], list[Any], list[Tensor]] = None, [], [], [], []
+        self._seen: tuple[Any, list[Any], list[int], list[Any], list[Tensor]] = None, [], [-1], [], []
         self._state: Any = None
 
     def _walk(self, roots: Sequence[Any], takes: Callable[[Tensor], bool]) -> list[nn.Module]:
@@ -130,7 +132,7 @@ class Reached:
             found += [
                 Place(x, y) if isinstance(y, types.MemberDescriptorType) else y
                 for name, y in members(x if isinstance(x, type) else type(x)).items()
-                if name in names and (isinstance(y, types.FunctionType) or is_of_users(type(x)))
+                if (name in names or _is_rule(x)) and (isinstance(y, types.FunctionType) or is_of_users(type(x)))
             ]
         keys = [(id(x.holder), x.key) if isinstance(x, Place) else id(x) for x in found]
         return [x for key, x in zip(keys, found, strict=True) if key not in seen]
@@ -151,7 +153,7 @@ class Reached:
         # Attributes and entries are looked up where these were written to.
         holder = place.outermost.holder
         is_watched = isinstance(holder, nn.Module) or id(holder) in self._objects or id(holder) in self._containers
-        if isinstance(place.holder, types.CellType) or (isinstance(value, _LINKED) and not is_watched):
+        if not (is_watched or isinstance(value, types.ModuleType)):
             self._links.append((place, value))
         if isinstance(value, tuple) and not _is_constant(value):
             return [Place(place, i) for i in range(len(value))]
@@ -208,7 +210,7 @@ class Reached:
             self._state = [_numbers(*each) for each in watched], self._outside_of_dicts()
             # Held, or others could get their numbers.
             self._alive = [y for x, *_ in watched for y in x.values() if not isinstance(y, torch.Tensor)]
-        changed = (k for k, (old, new) in enumerate(itertools.zip_longest(versions, now)) if old != new)
+        changed = (k for k, new in enumerate(now) if len(versions) < len(now) or versions[k] != new)
         inside, outside = self._state
         return outside != self._outside_of_dicts() or any(_numbers(*watched[k]) != inside[k] for k in changed)
 
@@ -242,9 +244,14 @@ class Reached:
         links = [(place, place.get()) for place, _ in self._links if not isinstance(place.holder, Place)]
         attributes = [(each, names, {**each}) for each, names in self._objects.values()]
         copies = [(each, each.copy()) for each in self._containers.values()]
+        caches = [(x, x.cache_info().misses) for x in self._walked.values() if isinstance(x, _Cache)]
         try:
             yield
         finally:
+            # What a trace has put there is of no use.
+            for cache, misses in caches:
+                if cache.cache_info().misses != misses:
+                    cache.cache_clear()
             # Tables that libraries fill with objects of their own stay filled.
             filled = [(each, old) for each, old in copies if _has_other_values(each, old)]
             for each, old in filled:
@@ -274,10 +281,6 @@ class Reached:
                 place.put(original)
 
 
-# Values of globals that a function reads and that may be exchanged.
-_LINKED = (torch.nn.Module, types.FunctionType, functools.partial, list, tuple, dict, int, float, str, type(None))
-
-
 def _is_at_home(x: Any) -> bool:
     """Whether it is a tensor, and not what another thread traces with in its place."""
     return isinstance(x, torch.Tensor) and not isinstance(x, FunctionalTensor)
@@ -285,9 +288,9 @@ def _is_at_home(x: Any) -> bool:
 
 def _serves(x: Any, y: Any) -> bool:
     """Whether a value may stand for another: entries of tuples are places of their own."""
-    if type(x) is not type(y) or not (isinstance(x, tuple) or _is_constant(x)):
+    if type(x) is not type(y):
         return False
-    return repr(x) == repr(y) if _is_constant(y) else len(x) == len(y)
+    return repr(x) == repr(y) if _is_constant(y) else isinstance(x, tuple) and len(x) == len(y)
 
 
 def _next(x: Any) -> list[Any]:
@@ -348,13 +351,15 @@ def _are_same(x: list[Any], y: list[Any]) -> bool:
 
 
 def _is_constant(x: Any) -> bool:
-    return type(x) in _NUMBERS or (isinstance(x, tuple) and all(map(_is_constant, x)))
+    if isinstance(x, tuple):
+        return all(map(_is_constant, x))
+    return type(x) in _NUMBERS or isinstance(x, (numbers.Number, enum.Enum))
 
 
 def _number(x: Any) -> Any:
     """What tells a value from another, where no place does: that of a constant, the identity of an object."""
     if _is_constant(x):
-        return repr(x)
+        return type(x), repr(x)
     return None if isinstance(x, torch.Tensor) else tuple(map(_number, x)) if isinstance(x, tuple) else id(x)
 
 
@@ -363,10 +368,20 @@ def _numbers(values: dict[Any, Any], names: set[str] | None, kinds: frozenset[ty
     return [(key, _number(x)) for key, x in values.items() if names is None or key in names or type(x) in kinds]
 
 
+def _is_rule(x: Any) -> bool:
+    """Whether `x` is a class whose methods torch calls, of whatever names."""
+    return isinstance(x, type) and issubclass(x, torch.autograd.Function)
+
+
+def _is_descriptor(x: Any) -> bool:
+    """Whether an entry of a class is a method, a property or the like, whose functions are looked at."""
+    return hasattr(type(x), "__get__")
+
+
 def _held_by(kind: type, names: set[str]) -> list[Place]:
     """Values of these names in a class of a user's."""
     held = [(name, x) for name, x in vars(kind).items() if name in names and not name.startswith("__")]
-    return [Place(kind, name) for name, x in held if is_of_users(kind) and isinstance(x, (torch.Tensor, *_LINKED[2:]))]
+    return [Place(kind, name) for name, x in held if is_of_users(kind) and not _is_descriptor(x)]
 
 
 def _has_attributes(x: Any) -> bool:

@@ -75,6 +75,10 @@ class Region(Recomputable):
         """Leaves of the output, as they are given back."""
         return results
 
+    def _lender(self) -> contextlib.ExitStack | None:
+        """Holds what is lent for longer than a run; `None` where nothing needs it."""
+        return None
+
     def _watch(self, known: Sequence[Tensor]) -> contextlib.AbstractContextManager:
         """Context of the first run."""
         return Guard(known)
@@ -97,7 +101,7 @@ class Region(Recomputable):
             for make in self._again:
                 stack.enter_context(make())
             start = self._start
-            found, used = stack.enter_context(self._lent(tensors))
+            found, used = (self._lender() or stack).enter_context(self._lent(tensors))
             stack.enter_context(replaying_checkpoints(self._moment(tensors)))
             if self._is_repaired:
                 stack.enter_context(repaired_thread())

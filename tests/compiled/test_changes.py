@@ -10,6 +10,7 @@ import types
 import weakref
 from collections import OrderedDict, deque
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -17,6 +18,8 @@ from torch import nn
 from tests.compiled.support import data, gradients, mlp, plainly, same
 
 X = data(6, 3)
+SCALE, TABLE, RATE, THIS = 2.0, {"a": 1.0}, 1.0, sys.modules[__name__]
+Mode = enum.Enum("Mode", ["SIN", "COS"])
 
 
 class Weighted(nn.Module):
@@ -141,6 +144,89 @@ def test_defaults(name):
             same(step(X), function(X))
 
 
+class Rated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, y_bar):
+        return y_bar * LENT.rate * LENT.net[0].weight.detach().sum() * RATE
+
+
+@functools.lru_cache
+def window(size):
+    return torch.linspace(0, 1, size, dtype=torch.float64)
+
+
+LENT = nn.Module()
+
+
+@pytest.mark.parametrize("is_hook", [True, False])
+def test_a_backward_pass_reads_what_the_call_reads(is_hook, monkeypatch):
+    """Rules of torch.autograd.Function and hooks of tensors run after the function."""
+    LENT.net = mlp()
+    LENT.register_buffer("rate", data(1))
+
+    def loss(x):
+        y = LENT.net(x * window(3))
+        if is_hook:
+            y.register_hook(lambda y_bar: y_bar * LENT.rate * LENT.net[0].weight.detach().sum() * RATE)
+        return (y if is_hook else Rated.apply(y)).square().mean()
+
+    step = plainly(loss)
+    for _ in range(2):
+        for _ in range(3):
+            same(gradients(LENT.net, step(X)), gradients(LENT.net, loss(X)))
+        LENT.rate, LENT.net[0].weight.data = LENT.rate * 2, LENT.net[0].weight.data * 3
+        monkeypatch.setattr(f"{__name__}.RATE", RATE + 1)
+    same(window(3) + 1, torch.linspace(1, 2, 3).double())
+
+
+NUMBERS = [(2.0, 3.0), (np.float64(2), np.float64(3)), (2, 2.0), (True, False), (Mode.SIN, Mode.COS), (0.0, -0.0)]
+NUMBERS += [
+    (range(1), range(2)),
+    (torch.sin, torch.cos),
+    (nn.Tanh, nn.ReLU),
+    (b"", b"a"),
+    (frozenset([1]), frozenset()),
+]
+
+
+@pytest.mark.parametrize("values", NUMBERS, ids=repr)
+def test_a_value_in_each_place(values, monkeypatch):
+    """After two calls, when C++ begins to look."""
+
+    def used(value):
+        text = str(type(value)) + repr(value)
+        return torch.full((), float(sum(map(ord, text))))
+
+    class Place:
+        pass
+
+    place, entries, net = Place(), [None], nn.Module()
+    net.forward = lambda: used(net.value)
+    cell = None
+
+    def put(value):
+        nonlocal cell
+        cell = place.value = entries[0] = net.value = value
+        monkeypatch.setattr(f"{__name__}.RATE", value)
+
+    put(values[0])
+    calls = lambda: used(cell), lambda: used(place.value), lambda: used(entries[0]), lambda: used(RATE), lambda: net()
+    steps = [plainly(call) for call in calls]
+    for value in (*values, values[0]):
+        put(value)
+        for _ in range(2):
+            same([step() for step in steps], [used(value)] * len(steps))
+
+
+def test_zeros_of_both_signs():
+    step = plainly(lambda x: (1 / (x * 0.0), 1 / (x * -0.0)))
+    same(step(X + 2), step.__wrapped__(X + 2))
+
+
 def test_parameters_that_were_replaced_are_freed():
     net = mlp()
     step, whole = plainly(lambda x: net(x).square().sum()), plainly(net)
@@ -154,10 +240,6 @@ def test_parameters_that_were_replaced_are_freed():
         whole(X)
     gc.collect()
     assert not any(each() is not None for each in old)
-
-
-SCALE, TABLE, RATE, THIS = 2.0, {"a": 1.0}, 1.0, sys.modules[__name__]
-Mode = enum.Enum("Mode", ["SIN", "COS"])
 
 
 def scaled(x):
