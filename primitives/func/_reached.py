@@ -148,7 +148,10 @@ class Reached:
         """Where the value of a place leads."""
         value = place.get()
         if isinstance(value, torch.Tensor):
-            self.places += [place] * takes(value)
+            # A class holds constants, whose values code may ask for.
+            is_constant = isinstance(place.holder, type) and not value.requires_grad
+            self._links += [(place, value)] * is_constant
+            self.places += [place] * (takes(value) and not is_constant)
             return []
         # Attributes and entries are looked up where these were written to.
         holder = place.outermost.holder

@@ -219,7 +219,9 @@ def test_arguments():
         pr.compile(torch.sin, backend="aot")
     with pytest.raises(ValueError, match="mode must be one of"):
         pr.compile(torch.sin, mode="fast")
-    hidden = type("Hidden", (), {"__call__": lambda self, x: x * self.w, "w": X.clone().requires_grad_()})()
+    hidden = type(
+        "Hidden", (), {"__call__": lambda self, x: x * getattr(self, f"w{1}"), "w1": X.clone().requires_grad_()}
+    )()
     with pytest.raises(pr.LeafError, match="requires grad and is not an input"):
         plainly(hidden)(X)
 

@@ -240,7 +240,7 @@ def test_a_compiled_function_inside_another():
 
 
 class Constants:
-    """Nobody follows classes: what they hold is constant."""
+    """Tensors that classes hold are constant."""
 
     direction, mask = data(6, 3, seed=8), torch.tensor([True, False, True])
 
