@@ -193,7 +193,7 @@ NUMBERS += [
 ]
 
 
-@pytest.mark.parametrize("values", NUMBERS, ids=repr)
+@pytest.mark.parametrize("values", NUMBERS, ids=[type(pair[1]).__name__ for pair in NUMBERS])
 def test_a_value_in_each_place(values, monkeypatch):
     """After two calls, when C++ begins to look."""
 
