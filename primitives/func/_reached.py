@@ -75,7 +75,7 @@ class Reached:
             x for x in containers if not isinstance(x, dict) or type(x) is collections.OrderedDict
         ]
         self._types = [*map(type, self.owners)]
-        # A guard of dictionaries, those of modules, versions, entries of lists, parameters and buffers.
+        # A guard of dictionaries, modules and dictionaries, versions, entries of lists, parameters and buffers.
         self._seen: tuple[Any, list[Any], list[int], list[Any], list[Tensor]] = None, [], [-1], [], []
         self._state: Any = None
 
@@ -176,22 +176,21 @@ class Reached:
 
     def _registered_now(self) -> list[Tensor] | None:
         """Parameters and buffers, asked for again where a dictionary of a module was written to."""
-        guard, dicts, versions, entries, found = self._seen
+        guard, objects, versions, entries, found = self._seen
         listed = [x for each in self._lists for x in (*each, each)]
-        objects = [*self.owners, *dicts]
         if guard is not None:
             is_same = guard.check(objects)
         else:
-            is_same = versions == self._versions(dicts) and self._types == [*map(type, self.owners)]
+            is_same = versions == self._versions(objects) and self._types == [*map(type, self.owners)]
         if is_same and _are_same(listed, entries):
             if guard is None:
                 # Called again, so that it is worth while: C++ takes a quarter of the time from now on.
                 guard = guard_of(objects)
-                if versions == self._versions(dicts):
-                    self._seen = guard, dicts, versions, entries, found
+                if versions == self._versions(objects):
+                    self._seen = guard, objects, versions, entries, found
             return found
-        dicts = [x for x, *_ in self._watched()[len(self.owners) :]]
-        now = self._versions(dicts)
+        objects = [*self.owners, *(x for x, *_ in self._watched()[len(self.owners) :])]
+        now = self._versions(objects)
         if self._has_changed(versions, now):
             return None
         found = [getattr(owner, registry).get(name) for owner, registry, name in self._reads]
@@ -202,8 +201,8 @@ class Reached:
         if not all(map(_is_at_home, found)):
             return None
         # Another thread may lend them meanwhile.
-        if now == self._versions(dicts):
-            self._seen = None, dicts, now, listed, found
+        if now == self._versions(objects):
+            self._seen = None, objects, now, listed, found
         return found
 
     def _has_changed(self, versions: list[int], now: list[int]) -> bool:
@@ -229,9 +228,10 @@ class Reached:
         """What decides besides: classes of modules, and entries of lists."""
         return [*map(type, self.owners)], [[*map(_number, each)] for each in self._lists]
 
-    def _versions(self, dicts: list[Any]) -> list[int]:
+    def _versions(self, objects: list[Any]) -> list[int]:
         """Numbers that grow when a dictionary is written to; a call that lends a module exchanges its attributes."""
-        return [*map(dict_version, map(vars, self.owners)), *map(dict_version, dicts)]
+        num = len(self.owners)
+        return [*map(dict_version, map(vars, objects[:num])), *map(dict_version, objects[num:])]
 
     def described(self) -> list[tuple[str, Any]]:
         """Variables that are constants, and training modes, with names."""
@@ -391,4 +391,6 @@ def _has_attributes(x: Any) -> bool:
     """Whether `x` is an object of a class of somebody's, in whose attributes a function may find values."""
     no_objects = torch.Tensor, type, types.ModuleType, types.MethodType, functools.partial
     has_any = isinstance(getattr(x, "__dict__", None), dict) or is_of_users(type(x))
-    return has_any and not isinstance(x, no_objects)
+    # Operators, and what makes them, fill tables of their own.
+    is_ours = type(x).__module__.startswith(("primitives.", "torch._"))
+    return has_any and not (is_ours or isinstance(x, no_objects))

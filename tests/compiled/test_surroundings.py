@@ -180,6 +180,18 @@ def test_custom_operators():
     same(torch.autograd.grad(g.sum(), x), 6 * X)
 
 
+def test_tables_of_custom_operators_are_no_reason_to_compile_again():
+    @pr.custom_op("compiled_tests::power")
+    def power(x: torch.Tensor, exponent: int) -> torch.Tensor:
+        return x**exponent
+
+    step = plainly(lambda x: power(x, 2).sum())
+    for exponent in range(3):
+        same(step(X), X.square().sum())
+        power(X, exponent)
+    assert len(step.settings.programs) == 1
+
+
 def test_checkpoints_of_torch_inside_find_the_parameters_of_the_call():
     net = nn.Sequential(nn.Linear(3, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 1)).double()
 
