@@ -391,6 +391,6 @@ def _has_attributes(x: Any) -> bool:
     """Whether `x` is an object of a class of somebody's, in whose attributes a function may find values."""
     no_objects = torch.Tensor, type, types.ModuleType, types.MethodType, functools.partial
     has_any = isinstance(getattr(x, "__dict__", None), dict) or is_of_users(type(x))
-    # Operators, and what makes them, fill tables of their own.
-    is_ours = type(x).__module__.startswith(("primitives.", "torch._"))
+    # Operators fill tables of their own.
+    is_ours = type(x).__module__.startswith(("primitives.custom.", "primitives._core.", "torch._"))
     return has_any and not (is_ours or isinstance(x, no_objects))
