@@ -12,11 +12,21 @@ from typing import Any
 from torch import nn
 
 _READS = ("LOAD_GLOBAL", "LOAD_NAME")
+_VALUES = ("LOAD_CONST", "LOAD_FAST", "LOAD_DEREF", "LOAD_GLOBAL")
+# Methods of containers that tell nothing of what these hold.
+_WRITERS = frozenset({"append", "appendleft", "add", "extend", "update", "clear", "insert", "__setitem__"})
+# Methods that make, print, compare or copy an object, of which dataclasses have some that name each attribute.
+_ASIDE = frozenset({
+    "__init__", "__new__", "__post_init__", "__init_subclass__", "__class_getitem__", "__repr__", "__str__",
+    "__format__", "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__hash__", "__exit__", "__del__",
+    "__dir__", "__setattr__", "__delattr__", "__setitem__", "__delitem__", "__copy__", "__deepcopy__",
+    "__getstate__", "__setstate__", "__reduce__", "__reduce_ex__", "__getnewargs__", "__sizeof__",
+})  # fmt: skip
 
 
 def is_opaque(x: types.FunctionType) -> bool:
     """Whether a function is not looked into."""
-    return (x.__module__ or "").startswith(("torch.", "primitives._compiled."))
+    return (x.__module__ or "").startswith(("torch.", "primitives._compiled.", "logging"))
 
 
 def is_of_users(x: Any) -> bool:
@@ -34,6 +44,12 @@ def _is_installed(name: str) -> bool:
 _LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "primitives", "triton_kernels"})
 
 
+def runs_unnamed(name: str, x: types.FunctionType) -> bool:
+    """Whether a member of a class is a user's operator, index, or the like, which code runs without its name."""
+    is_special = name.startswith("__") and name.endswith("__") and name not in _ASIDE
+    return is_special and not _is_installed((x.__module__ or "").split(".")[0])
+
+
 def members(kind: type) -> dict[str, Any]:
     """Functions in a class and in its bases, those of properties included, and slots; not what only makes objects."""
     spaces = [vars(base) for base in kind.__mro__[::-1] if base not in nn.Module.__mro__]
@@ -49,13 +65,20 @@ def _function_in(x: Any) -> Any:
 def read_in(kind: type, names: set[str]) -> tuple[set[str], list[types.FunctionType]]:
     """Names in the methods of a class of modules that `forward` leads to, or code with these names; those methods."""
     methods = {name: x for name, x in members(kind).items() if isinstance(x, types.FunctionType)}
-    found, stack = set(), ["forward", *(names & methods.keys())]
+    special = [name for name, x in methods.items() if runs_unnamed(name, x)]
+    found, stack = set(), ["forward", *special, *(names & methods.keys())]
     while stack:
         name = stack.pop()
         if name not in found:
             found.add(name)
             stack += names_in(inspect.unwrap(methods[name]).__code__) if name in methods else []
     return found | names, [methods[name] for name in found & methods.keys() if not is_opaque(methods[name])]
+
+
+def hides_names(kind: type) -> bool:
+    """Whether a class of modules is, or has a base, of torch or this package, whose functions are not looked into."""
+    own = [base.__module__ for base in kind.__mro__ if base not in nn.Module.__mro__]
+    return any(name.startswith(("torch.", "primitives.")) for name in own)
 
 
 def _codes(code: types.CodeType) -> list[types.CodeType]:
@@ -65,12 +88,41 @@ def _codes(code: types.CodeType) -> list[types.CodeType]:
 
 @functools.lru_cache(maxsize=4096)
 def names_in(code: types.CodeType) -> list[str]:
-    """Names of attributes and globals in code, and strings that may be, for `getattr`."""
+    """Names of attributes and globals that code reads, and strings that may be names, for `getattr`."""
     found = [name for each in _codes(code) for name in (*each.co_names, *each.co_consts)]
-    return [name for name in found if isinstance(name, str) and name.isidentifier()]
+    return [name for name in found if isinstance(name, str) and name.isidentifier() and name not in written_in(code)]
+
+
+@functools.lru_cache(maxsize=4096)
+def written_in(code: types.CodeType) -> frozenset[str]:
+    """Names of attributes and variables that code writes to, or adds to, and does not read: counters, histories."""
+    read, written = set(), set()
+    for each in _codes(code):
+        steps = [x for x in dis.get_instructions(each) if x.opname != "EXTENDED_ARG"]
+        for k, x in enumerate(steps):
+            if isinstance(x.argval, str) and not any(kind in x.opname for kind in ("FAST", "CLOSURE", "MAKE_CELL")):
+                (written if _is_write(steps, k) else read).add(x.argval)
+    return frozenset(written - read)
+
+
+def _is_write(steps: list[dis.Instruction], k: int) -> bool:
+    """Whether an instruction stores, or loads what is only written to: `a.n += 1`, `n.append(x)`, `n[k] = x`."""
+    x, (first, second, third) = steps[k], (*steps[k + 1 : k + 4], *[steps[-1]] * 3)[:3]
+    if x.opname.startswith(("STORE_", "DELETE_")):
+        return True
+    if x.opname == "LOAD_ATTR" and steps[k - 1].opname in ("COPY", "DUP_TOP"):
+        return True
+    if first.opname in ("LOAD_METHOD", "LOAD_ATTR"):
+        return first.argval in _WRITERS
+    if first.opname not in _VALUES:
+        return False
+    is_sum = second.opname.startswith("INPLACE_") or (second.opname == "BINARY_OP" and second.argrepr.endswith("="))
+    is_kept = third.opname.startswith("STORE_") and third.argval == x.argval
+    return second.opname == "STORE_SUBSCR" or (is_sum and is_kept)
 
 
 @functools.lru_cache(maxsize=4096)
 def globals_in(code: types.CodeType) -> list[str]:
     """Names of globals, or of what is built in."""
-    return [x.argval for each in _codes(code) for x in dis.get_instructions(each) if x.opname in _READS]
+    found = {x.argval: None for each in _codes(code) for x in dis.get_instructions(each) if x.opname in _READS}
+    return [name for name in found if name not in written_in(code)]

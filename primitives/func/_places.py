@@ -36,7 +36,9 @@ class Place(NamedTuple):
         elif isinstance(self.holder, Place):
             old = self._items()
             entries = [*old[: self.key], value, *old[self.key + 1 :]]
-            self.holder.put(getattr(old, "_make", type(old))(entries))
+            # Classes of tuples may take other arguments.
+            make = type(old) if hasattr(old, "n_sequence_fields") else functools.partial(tuple.__new__, type(old))
+            self.holder.put(make(entries))
         elif isinstance(self.holder, (types.FunctionType, type)):
             setattr(self.holder, self.key, value)
         elif isinstance(self.key, types.MemberDescriptorType):
@@ -59,3 +61,16 @@ class Place(NamedTuple):
     def outermost(self) -> Place:
         """The place that is exchanged, also where a tuple is made anew."""
         return self.holder.outermost if isinstance(self.holder, Place) else self
+
+
+class Written(NamedTuple):
+    """A place that code only writes to."""
+
+    place: Place
+
+
+def key_of(x: Any) -> Any:
+    """What tells from others what a walk meets: places, and objects."""
+    if isinstance(x, Written):
+        return "written", *key_of(x.place)
+    return (id(x.holder), x.key) if isinstance(x, Place) else id(x)

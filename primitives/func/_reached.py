@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import enum
 import functools
 import inspect
-import numbers
-import operator
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -18,14 +15,21 @@ from torch import Tensor, nn
 from torch._C._dynamo.guards import dict_version
 
 from primitives._core.errors import LeafError
-from primitives.func._code import globals_in, is_of_users, is_opaque, members, names_in, read_in
-from primitives.func._places import CELL, Place
+from primitives.func import _code
+from primitives.func._places import CELL, Place, Written, key_of
+from primitives.func._values import (
+    MISSING,
+    are_same,
+    has_other_values,
+    is_constant,
+    items_of,
+    number_of,
+    numbers_of,
+    serves,
+)
 from primitives.tracing._modules.lending import guard_of
 from primitives.tracing._torch_private import FunctionalTensor
 
-_MISSING = object()
-# With all numbers, those of numpy too, the constants: programs are told apart by what they print.
-_NUMBERS = frozenset({bool, int, float, complex, str, bytes, range, type(None), torch.device, torch.dtype})
 # Attributes of every module, in which it keeps others; those that a call reads.
 _REGISTRIES = frozenset(vars(nn.Module()))
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
@@ -57,6 +61,10 @@ class Reached:
         # Names that code reads, of attributes of a class of modules, and of any object.
         self._read: dict[type, set[str]] = {}
         self._names: set[str] = set()
+        # Names that code only writes to; variables of these names, and containers, that a trace leaves as they were.
+        self._written: set[str] = set()
+        self._kept: list[Place] = []
+        self._filled: list[Any] = []
         self.modules = self._walk(roots, takes)
         self.owners = list(dict.fromkeys(owner for each in self.modules for owner in each.modules()))
         if any(isinstance(owner, torch.jit.ScriptModule) for owner in self.owners):
@@ -86,7 +94,7 @@ class Reached:
         seen = self._walked = {}
         while stack:
             x = stack.pop()
-            key = (id(x.holder), x.key) if isinstance(x, Place) else id(x)
+            key = key_of(x)
             if key not in seen:
                 seen[key] = x
                 if isinstance(x, nn.Module):
@@ -94,19 +102,20 @@ class Reached:
                     for owner in x.modules():
                         own = [(Place(owner, name), y) for name, y in vars(owner).items() if name not in _REGISTRIES]
                         stack += [place for place, y in own if isinstance(y, torch.Tensor)]
-                        held += [place for place, y in own if not _is_constant(y) and isinstance(y, self._kinds)]
+                        held += [place for place, y in own if not is_constant(y) and isinstance(y, self._kinds)]
                         hooks = [each for name in _HOOKS for each in vars(owner)[name].values()]
                         stack += hooks if self._deeply else []
                         self._read.setdefault(type(owner), set())
-                elif isinstance(x, Place):
-                    stack += self._at(x, takes)
+                elif isinstance(x, (Place, Written)):
+                    stack += self._at(x, takes) if isinstance(x, Place) else self._at_written(x.place)
                 elif isinstance(x, types.FunctionType):
-                    if not is_opaque(x):
+                    if not _code.is_opaque(x):
                         stack += self._variables(x)
-                        self._names |= {*names_in(x.__code__)}
+                        self._names |= {*_code.names_in(x.__code__)}
+                        self._written |= _code.written_in(x.__code__)
                 else:
                     stack += _next(x)
-                    objects += [x] * (_has_attributes(x) or (self._deeply and is_of_users(x)))
+                    objects += [x] * (_has_attributes(x) or (self._deeply and _code.is_of_users(x)))
                     if isinstance(x, _CONTAINERS):
                         self._containers[id(x)] = x
             if not stack:
@@ -117,55 +126,70 @@ class Reached:
         """Attributes and methods that are not seen yet, of modules and of objects, as far as code names them."""
         found: list[Any] = []
         for kind in self._read:
-            names, functions = read_in(kind, self._names)
+            names, functions = _code.read_in(kind, self._names)
             self._read[kind] = names
+            self._written.update(*(_code.written_in(inspect.unwrap(each).__code__) for each in functions))
             found += [x for each in functions for x in self._variables(each)] if self._deeply else []
-        found += [place for place in held if place.key in self._read[type(place.holder)]]
         names = self._names.union(*self._read.values())
+        written = self._written - names
+        found += [place for place in held if place.key in self._read[type(place.holder)]]
+        found += [Written(place) for place in held if place.key in written]
         kinds = {each for x in (*self._read, *objects) for each in (x if isinstance(x, type) else type(x)).__mro__}
         found += [place for kind in kinds if self._deeply for place in _held_by(kind, names)]
+        found += [Written(place) for kind in kinds if self._deeply for place in _held_by(kind, written)]
         for x in objects:
             if isinstance(attributes := getattr(x, "__dict__", None), dict):
                 self._objects[id(attributes)] = attributes, names
-                changing = [name for name, y in attributes.items() if name in names and not _is_constant(y)]
-                found += [Place(attributes, name) for name in changing]
+                changing = [Place(attributes, name) for name, y in attributes.items() if not is_constant(y)]
+                found += [place for place in changing if place.key in names]
+                found += [Written(place) for place in changing if place.key in written]
             found += [
                 Place(x, y) if isinstance(y, types.MemberDescriptorType) else y
-                for name, y in members(x if isinstance(x, type) else type(x)).items()
-                if (name in names or _is_rule(x)) and (isinstance(y, types.FunctionType) or is_of_users(type(x)))
+                for name, y in _code.members(x if isinstance(x, type) else type(x)).items()
+                if (isinstance(y, types.FunctionType) and (name in names or _is_rule(x) or _code.runs_unnamed(name, y)))
+                or (name in names | written and _code.is_of_users(type(x)))
             ]
-        keys = [(id(x.holder), x.key) if isinstance(x, Place) else id(x) for x in found]
-        return [x for key, x in zip(keys, found, strict=True) if key not in seen]
+        return [x for x in found if key_of(x) not in seen]
 
     def _variables(self, x: types.FunctionType) -> list[Any]:
         """Where a function leads. Globals are watched, but those of a script, which change all the time."""
         variables = x.__globals__
         if variables.get("__name__") != "__main__":
-            self._objects.setdefault(id(variables), (variables, set()))[1].update(globals_in(x.__code__))
+            self._objects.setdefault(id(variables), (variables, set()))[1].update(_code.globals_in(x.__code__))
         return _next(x)
+
+    def _at_written(self, place: Place) -> list[Any]:
+        """Where a place leads that code only writes to."""
+        value = place.get()
+        if isinstance(value, _CONTAINERS):
+            self._filled.append(value)
+        elif not is_constant(value):
+            return [place]
+        self._kept.append(place)
+        return []
 
     def _at(self, place: Place, takes: Callable[[Tensor], bool]) -> list[Any]:
         """Where the value of a place leads."""
         value = place.get()
         if isinstance(value, torch.Tensor):
             # A class holds constants, whose values code may ask for.
-            is_constant = isinstance(place.holder, type) and not value.requires_grad
-            self._links += [(place, value)] * is_constant
-            self.places += [place] * (takes(value) and not is_constant)
+            is_fixed = isinstance(place.holder, type) and not value.requires_grad
+            self._links += [(place, value)] * is_fixed
+            self.places += [place] * (takes(value) and not is_fixed)
             return []
         # Attributes and entries are looked up where these were written to.
         holder = place.outermost.holder
         is_watched = isinstance(holder, nn.Module) or id(holder) in self._objects or id(holder) in self._containers
         if not (is_watched or isinstance(value, types.ModuleType)):
             self._links.append((place, value))
-        if isinstance(value, tuple) and not _is_constant(value):
+        if isinstance(value, tuple) and not is_constant(value):
             return [Place(place, i) for i in range(len(value))]
         return [value]
 
     def tensors(self) -> list[Tensor] | None:
         """The tensors in `places`, then parameters and buffers, as they are now; `None` if what is reached changed."""
         for place, value in self._links:
-            if (now := place.get()) is not value and not _serves(now, value):
+            if (now := place.get()) is not value and not serves(now, value):
                 return None
         registered = self._registered_now()
         found = [place.get() for place in self.places]
@@ -182,7 +206,7 @@ class Reached:
             is_same = guard.check(objects)
         else:
             is_same = versions == self._versions(objects) and self._types == [*map(type, self.owners)]
-        if is_same and _are_same(listed, entries):
+        if is_same and are_same(listed, entries):
             if guard is None:
                 # Called again, so that it is worth while: C++ takes a quarter of the time from now on.
                 guard = guard_of(objects)
@@ -209,24 +233,24 @@ class Reached:
         """Whether what decides differs from the first time, where these versions of dictionaries differ."""
         watched = self._watched()
         if not self._state:
-            self._state = [_numbers(*each) for each in watched], self._outside_of_dicts()
+            self._state = [numbers_of(*each) for each in watched], self._outside_of_dicts()
             # Held, or others could get their numbers.
             self._alive = [y for x, *_ in watched for y in x.values() if not isinstance(y, torch.Tensor)]
         changed = (k for k, new in enumerate(now) if len(versions) < len(now) or versions[k] != new)
         inside, outside = self._state
-        return outside != self._outside_of_dicts() or any(_numbers(*watched[k]) != inside[k] for k in changed)
+        return outside != self._outside_of_dicts() or any(numbers_of(*watched[k]) != inside[k] for k in changed)
 
-    def _watched(self) -> list[tuple[dict[Any, Any], Any, frozenset[type]]]:
-        """Dictionaries that decide what runs, and of which names, `None` for all, or types: of modules first."""
+    def _watched(self) -> list[tuple[Any, ...]]:
+        """Dictionaries that decide, modules first, and of which names: `None` for all; or all constants."""
         owners = zip(self.owners, self._types, strict=True)
-        found: list[Any] = [(vars(owner), self._read[kind], _NUMBERS) for owner, kind in owners]
-        found += [(vars(owner)[name], None, ()) for owner in self.owners for name in _READ_REGISTRIES]
-        found += [(each, None, ()) for each in self._containers.values() if isinstance(each, dict)]
-        return found + [(each, names, ()) for each, names in self._objects.values()]
+        found: list[Any] = [(vars(owner), self._read[kind], _code.hides_names(kind)) for owner, kind in owners]
+        found += [(vars(owner)[name], None) for owner in self.owners for name in _READ_REGISTRIES]
+        found += [(each, None) for each in self._containers.values() if isinstance(each, dict)]
+        return [*found, *self._objects.values()]
 
     def _outside_of_dicts(self) -> tuple[list[Any], ...]:
         """What decides besides: classes of modules, and entries of lists."""
-        return [*map(type, self.owners)], [[*map(_number, each)] for each in self._lists]
+        return [*map(type, self.owners)], [[*map(number_of, each)] for each in self._lists]
 
     def _versions(self, objects: list[Any]) -> list[int]:
         """Numbers that grow when a dictionary is written to; a call that lends a module exchanges its attributes."""
@@ -236,7 +260,7 @@ class Reached:
     def described(self) -> list[tuple[str, Any]]:
         """Variables that are constants, and training modes, with names."""
         pairs = [(place.key, value) for place, value in self._links]
-        pairs += [pair for each in self._containers.values() for pair in _items(each)]
+        pairs += [pair for each in self._containers.values() for pair in items_of(each)]
         pairs += [(name, x) for each, names in self._objects.values() for name, x in each.items() if name in names]
         constants = [(str(key), value) for key, value in pairs if isinstance(value, (int, float, str))]
         return [*constants, ("training", [owner.training for owner in self.owners])]
@@ -244,9 +268,10 @@ class Reached:
     @contextlib.contextmanager
     def restoring(self, say: Callable[[list[str]], None]) -> Iterator[None]:
         """Context after which variables, attributes and entries are as before; `say` gets names of others."""
-        links = [(place, place.get()) for place, _ in self._links if not isinstance(place.holder, Place)]
-        attributes = [(each, names, {**each}) for each, names in self._objects.values()]
-        copies = [(each, each.copy()) for each in self._containers.values()]
+        places = [*(place for place, _ in self._links if not isinstance(place.holder, Place)), *self._kept]
+        links = [(place, place.get()) for place in places]
+        attributes = [(each, names | self._written, {**each}) for each, names in self._objects.values()]
+        copies = [(each, each.copy()) for each in (*self._containers.values(), *self._filled)]
         caches = [(x, x.cache_info().misses) for x in self._walked.values() if isinstance(x, _Cache)]
         try:
             yield
@@ -256,17 +281,17 @@ class Reached:
                 if cache.cache_info().misses != misses:
                     cache.cache_clear()
             # Tables that libraries fill with objects of their own stay filled.
-            filled = [(each, old) for each, old in copies if _has_other_values(each, old)]
+            filled = [(each, old) for each, old in copies if has_other_values(each, old)]
             for each, old in filled:
                 each.clear()
                 each.update(old) if isinstance(each, (dict, set)) else each.extend(old)
             changed = [(place, value) for place, value in links if place.get() is not value]
             for place, value in changed:
                 place.put(value)
-            pairs = [(each, k, old.get(k, _MISSING)) for each, names, old in attributes for k in names & each.keys()]
+            pairs = [(each, k, old.get(k, MISSING)) for each, names, old in attributes for k in names & each.keys()]
             others = [(each, name, x) for each, name, x in pairs if each[name] is not x]
             for each, name, x in others:
-                each.pop(name) if x is _MISSING else each.update({name: x})
+                each.pop(name) if x is MISSING else each.update({name: x})
             names = [*(str(place.key) for place, _ in changed), *(name for _, name, _ in others)]
             say([*names, *(f"an entry of a {type(each).__name__}" for each, _ in filled)])
 
@@ -289,17 +314,10 @@ def _is_at_home(x: Any) -> bool:
     return isinstance(x, torch.Tensor) and not isinstance(x, FunctionalTensor)
 
 
-def _serves(x: Any, y: Any) -> bool:
-    """Whether a value may stand for another: entries of tuples are places of their own."""
-    if type(x) is not type(y):
-        return False
-    return repr(x) == repr(y) if _is_constant(y) else isinstance(x, tuple) and len(x) == len(y)
-
-
 def _next(x: Any) -> list[Any]:
     """Where a function, or a container that it reaches, leads."""
     if isinstance(x, functools.partial):
-        has_tensors = any(isinstance(arg, (torch.Tensor, tuple)) and not _is_constant(arg) for arg in x.args)
+        has_tensors = any(isinstance(arg, (torch.Tensor, tuple)) and not is_constant(arg) for arg in x.args)
         return [x.func, *([Place(x, "args")] if has_tensors else x.args), *_changing(x.keywords)]
     if isinstance(x, types.MethodType):
         return [x.__self__, x.__func__]
@@ -310,11 +328,15 @@ def _next(x: Any) -> list[Any]:
     if isinstance(x, types.FunctionType):
         # Thousands of objects lie behind those of this package's functions, and none is a user's.
         is_ours = (x.__module__ or "").startswith("primitives.")
-        names = [] if is_ours else globals_in(x.__code__)
+        names = [] if is_ours else _code.globals_in(x.__code__)
         variables = [Place(x.__globals__, name) for name in names if name in x.__globals__]
+        cells = zip(x.__code__.co_freevars, x.__closure__ or (), strict=True)
+        written = () if is_ours else _code.written_in(x.__code__)
         kept = () if is_ours else ("__defaults__", "__kwdefaults__")
         defaults = [Place(x, name) for name in kept if getattr(x, name)]
-        return [*variables, *(Place(cell, CELL) for cell in x.__closure__ or ()), *defaults]
+        found = [Place(cell, CELL) if name not in written else Written(Place(cell, CELL)) for name, cell in cells]
+        found += [Written(Place(x.__globals__, name)) for name in written if name in x.__globals__]
+        return [*variables, *found, *defaults]
     # What stands for a function.
     wrapped = getattr(x, "__wrapped__", None) if callable(x) and not isinstance(x, type) else None
     call = inspect.getattr_static(type(x), "__call__", None) if _has_attributes(x) else None
@@ -331,44 +353,10 @@ def no_torchscript() -> LeafError:
 
 def _changing(x: Any) -> list[Any]:
     """Entries of a container, by their places where these hold tensors."""
-    pairs = [(key, value) for key, value in _items(x) if not _is_constant(value)]
+    pairs = [(key, value) for key, value in items_of(x) if not is_constant(value)]
     if isinstance(x, set):
         return [value for _, value in pairs]
     return [Place(x, key) if isinstance(value, (torch.Tensor, tuple)) else value for key, value in pairs]
-
-
-def _items(x: Any) -> list[tuple[Any, Any]]:
-    """Keys or numbers of the entries of a container, and what they are."""
-    return [*(x.items() if isinstance(x, dict) else enumerate(x))]
-
-
-def _has_other_values(x: Any, y: Any) -> bool:
-    """Whether a tensor or a constant is an entry of one of two containers, and not of the other."""
-    x, y = dict(_items(x)), dict(_items(y))
-    pairs = [(x.get(key, _MISSING), y.get(key, _MISSING)) for key in x | y]
-    return any(a is not b and (isinstance(z, torch.Tensor) or _is_constant(z)) for a, b in pairs for z in (a, b))
-
-
-def _are_same(x: list[Any], y: list[Any]) -> bool:
-    return len(x) == len(y) and all(map(operator.is_, x, y))
-
-
-def _is_constant(x: Any) -> bool:
-    if isinstance(x, tuple):
-        return all(map(_is_constant, x))
-    return type(x) in _NUMBERS or isinstance(x, (numbers.Number, enum.Enum))
-
-
-def _number(x: Any) -> Any:
-    """What tells a value from another, where no place does: that of a constant, the identity of an object."""
-    if _is_constant(x):
-        return type(x), repr(x)
-    return None if isinstance(x, torch.Tensor) else tuple(map(_number, x)) if isinstance(x, tuple) else id(x)
-
-
-def _numbers(values: dict[Any, Any], names: set[str] | None, kinds: frozenset[type]) -> list[Any]:
-    """What tells the entries of a dictionary from others: those of these names or types."""
-    return [(key, _number(x)) for key, x in values.items() if names is None or key in names or type(x) in kinds]
 
 
 def _is_rule(x: Any) -> bool:
@@ -384,13 +372,13 @@ def _is_descriptor(x: Any) -> bool:
 def _held_by(kind: type, names: set[str]) -> list[Place]:
     """Values of these names in a class of a user's."""
     held = [(name, x) for name, x in vars(kind).items() if name in names and not name.startswith("__")]
-    return [Place(kind, name) for name, x in held if is_of_users(kind) and not _is_descriptor(x)]
+    return [Place(kind, name) for name, x in held if _code.is_of_users(kind) and not _is_descriptor(x)]
 
 
 def _has_attributes(x: Any) -> bool:
     """Whether `x` is an object of a class of somebody's, in whose attributes a function may find values."""
     no_objects = torch.Tensor, type, types.ModuleType, types.MethodType, functools.partial
-    has_any = isinstance(getattr(x, "__dict__", None), dict) or is_of_users(type(x))
+    has_any = isinstance(getattr(x, "__dict__", None), dict) or _code.is_of_users(type(x))
     # Operators fill tables of their own.
-    is_ours = type(x).__module__.startswith(("primitives.custom.", "primitives._core.", "torch._"))
+    is_ours = str(type(x).__module__).startswith(("primitives.custom.", "primitives._core.", "torch._", "logging"))
     return has_any and not (is_ours or isinstance(x, no_objects))
