@@ -59,14 +59,19 @@ class _Unseeded:
 
 @contextlib.contextmanager
 def _said_to_compile() -> Iterator[None]:
-    """Context in which libraries and distributions ask for no values, and no parametrization is kept."""
-    with (
-        mock.patch.object(torch.compiler, "_is_compiling_flag", True),
-        mock.patch.object(torch.distributions.Distribution, "_validate_args", False),
-        mock.patch.object(parametrize, "_cache", {}),
-        mock.patch.object(torch.random, "default_generator", _Unseeded()),
-    ):
-        yield
+    """Context in which libraries and distributions ask for no values, no parametrization is kept, and LSTMs unroll."""
+    # The LSTM of MKL-DNN saves a tensor that is none.
+    flags = torch.backends.mkldnn.set_flags(False)
+    try:
+        with (
+            mock.patch.object(torch.compiler, "_is_compiling_flag", True),
+            mock.patch.object(torch.distributions.Distribution, "_validate_args", False),
+            mock.patch.object(parametrize, "_cache", {}),
+            mock.patch.object(torch.random, "default_generator", _Unseeded()),
+        ):
+            yield
+    finally:
+        torch.backends.mkldnn.set_flags(flags[0])
 
 
 class _Site(Region):

@@ -72,13 +72,16 @@ def read_in(kind: type, names: set[str]) -> tuple[set[str], list[types.FunctionT
         if name not in found:
             found.add(name)
             stack += names_in(inspect.unwrap(methods[name]).__code__) if name in methods else []
-    return found | names, [methods[name] for name in found & methods.keys() if not is_opaque(methods[name])]
+    functions = [methods[name] for name in found & methods.keys() if not is_opaque(methods[name])]
+    return found | names | _hidden_in(kind), functions
 
 
-def hides_names(kind: type) -> bool:
-    """Whether a class of modules is, or has a base, of torch or this package, whose functions are not looked into."""
-    own = [base.__module__ for base in kind.__mro__ if base not in nn.Module.__mro__]
-    return any(name.startswith(("torch.", "primitives.")) for name in own)
+def _hidden_in(kind: type) -> set[str]:
+    """Names in the bases that are of torch or this package: these hand the module on to functions not looked into."""
+    bases = [base for base in kind.__mro__ if base not in nn.Module.__mro__]
+    own = [base for base in bases if base.__module__.startswith(("torch.", "primitives."))]
+    functions = (x for base in own for x in vars(base).values() if isinstance(x, types.FunctionType))
+    return {name for x in functions for name in x.__code__.co_names}
 
 
 def _codes(code: types.CodeType) -> list[types.CodeType]:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._C._dynamo.guards import dict_version
+from torch.utils.data import Dataset
 
 from primitives._core.errors import LeafError
 from primitives.func import _code
@@ -138,6 +139,8 @@ class Reached:
         found += [place for kind in kinds if self._deeply for place in _held_by(kind, names)]
         found += [Written(place) for kind in kinds if self._deeply for place in _held_by(kind, written)]
         for x in objects:
+            # Behind the operators of a data set lie all its tensors.
+            runs = _code.runs_unnamed if not isinstance(x, Dataset) else lambda *_: False
             if isinstance(attributes := getattr(x, "__dict__", None), dict):
                 self._objects[id(attributes)] = attributes, names
                 changing = [Place(attributes, name) for name, y in attributes.items() if not is_constant(y)]
@@ -146,7 +149,7 @@ class Reached:
             found += [
                 Place(x, y) if isinstance(y, types.MemberDescriptorType) else y
                 for name, y in _code.members(x if isinstance(x, type) else type(x)).items()
-                if (isinstance(y, types.FunctionType) and (name in names or _is_rule(x) or _code.runs_unnamed(name, y)))
+                if (isinstance(y, types.FunctionType) and (name in names or _is_rule(x) or runs(name, y)))
                 or (name in names | written and _code.is_of_users(type(x)))
             ]
         return [x for x in found if key_of(x) not in seen]
@@ -240,10 +243,10 @@ class Reached:
         inside, outside = self._state
         return outside != self._outside_of_dicts() or any(numbers_of(*watched[k]) != inside[k] for k in changed)
 
-    def _watched(self) -> list[tuple[Any, ...]]:
-        """Dictionaries that decide, modules first, and of which names: `None` for all; or all constants."""
+    def _watched(self) -> list[tuple[dict[Any, Any], Any]]:
+        """Dictionaries that decide what runs, and of which names, `None` for all: of modules first."""
         owners = zip(self.owners, self._types, strict=True)
-        found: list[Any] = [(vars(owner), self._read[kind], _code.hides_names(kind)) for owner, kind in owners]
+        found: list[Any] = [(vars(owner), self._read[kind]) for owner, kind in owners]
         found += [(vars(owner)[name], None) for owner in self.owners for name in _READ_REGISTRIES]
         found += [(each, None) for each in self._containers.values() if isinstance(each, dict)]
         return [*found, *self._objects.values()]

@@ -34,14 +34,9 @@ def number_of(x: Any) -> Any:
     return None if isinstance(x, torch.Tensor) else tuple(map(number_of, x)) if isinstance(x, tuple) else id(x)
 
 
-def numbers_of(values: dict[Any, Any], names: set[str] | None, all_constants: bool = False) -> list[Any]:
-    """What tells the entries of a dictionary from others: those of these names, `None` for all, or constants."""
-    found = (
-        (key, x)
-        for key, x in values.items()
-        if names is None or key in names or (all_constants and type(x) in _NUMBERS)
-    )
-    return [(key, number_of(x)) for key, x in found]
+def numbers_of(values: dict[Any, Any], names: set[str] | None) -> list[Any]:
+    """What tells the entries of a dictionary from others: those of these names."""
+    return [(key, number_of(x)) for key, x in values.items() if names is None or key in names]
 
 
 def items_of(x: Any) -> list[tuple[Any, Any]]:

@@ -341,3 +341,10 @@ def test_values_of_first_backward_passes_come_from_what_was_saved():
     names = [program.name for program in model.compiled.settings.programs]
     assert not any("vjp" in name for name in names), names
     assert names.count("value, backward") == 2
+
+
+def test_an_lstm_in_single_precision():
+    net = torch.nn.LSTM(3, 4)
+    step, x = plainly(lambda x: net(x)[0].square().sum()), data(2, 5, 3).float()
+    for _ in range(2):
+        same(gradients(net, step(x)), gradients(net, step.__wrapped__(x)), 1e-4)
