@@ -5,7 +5,6 @@ import dataclasses
 import enum
 import functools
 import gc
-import sys
 import types
 import weakref
 from collections import OrderedDict, deque
@@ -18,7 +17,8 @@ from torch import nn
 from tests.compiled.support import data, gradients, mlp, plainly, same
 
 X = data(6, 3)
-SCALE, TABLE, RATE, THIS = 2.0, {"a": 1.0}, 1.0, sys.modules[__name__]
+SCALE, TABLE, RATE, SETTINGS = 2.0, {"a": 1.0}, 1.0, types.ModuleType("settings")
+SETTINGS.speed = 1.0
 Mode = enum.Enum("Mode", ["SIN", "COS"])
 
 
@@ -151,7 +151,7 @@ class Rated(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, y_bar):
-        return y_bar * LENT.rate * LENT.net[0].weight.detach().sum() * RATE
+        return y_bar * LENT.rate * LENT.net[0].weight.detach().sum() * SCALE
 
 
 @functools.lru_cache
@@ -179,7 +179,7 @@ def test_a_backward_pass_reads_what_the_call_reads(is_hook, monkeypatch):
         for _ in range(3):
             same(gradients(LENT.net, step(X)), gradients(LENT.net, loss(X)))
         LENT.rate, LENT.net[0].weight.data = LENT.rate * 2, LENT.net[0].weight.data * 3
-        monkeypatch.setattr(f"{__name__}.RATE", RATE + 1)
+        monkeypatch.setattr(f"{__name__}.{'RATE' if is_hook else 'SCALE'}", 5.0)
     same(window(3) + 1, torch.linspace(1, 2, 3).double())
 
 
@@ -249,7 +249,7 @@ def scaled(x):
 @dataclasses.dataclass
 class Config:
     scale: float = 2.0
-    inner: types.SimpleNamespace = dataclasses.field(default_factory=lambda: types.SimpleNamespace(k=1.0, listed=[1.0]))
+    inner: object = dataclasses.field(default_factory=lambda: types.SimpleNamespace(gain=1.0, listed=[1.0]))
     act: object = torch.sin
     shift: object = dataclasses.field(default_factory=lambda: data(3))
 
@@ -275,11 +275,11 @@ class Layer(nn.Module):
 
     @property
     def power(self):
-        return self._p * self.config.inner.k
+        return self._p * self.config.inner.gain
 
     def forward(self, x):
         self.calls += 1
-        return scaled(self.net(x)) * self.power * getattr(self, "late", 1.0) * self.rate
+        return scaled(self.net(x)) * self.power * getattr(self.config, "late", 1.0) * self.rate
 
 
 class Holding(nn.Module):
@@ -308,7 +308,7 @@ class Job:
         self.net, self.weight, self.step, self.losses = net, 1.0, 0, []
 
     def loss(self, x):
-        return self.net(x).square().mean() * self.weight * self.scale * Job.other * THIS.RATE
+        return self.net(x).square().mean() * self.weight * self.scale * Job.other * SETTINGS.speed
 
 
 def assigned(path, value):
@@ -318,8 +318,8 @@ def assigned(path, value):
 
 NAMED = [
     assigned("config.scale", 3.0),
-    assigned("config.inner.k", 3.0),
-    assigned("config.inner", types.SimpleNamespace(k=3.0, listed=[2.0])),
+    assigned("config.inner.gain", 3.0),
+    assigned("config.inner", types.SimpleNamespace(gain=5.0, listed=[2.0])),
     assigned("config", Config(scale=5.0)),
     assigned("config.act", torch.cos),
     assigned("config.shift", data(3, seed=1)),
@@ -334,20 +334,20 @@ NAMED = [
     lambda job, _: job.net.chosen.add(3),
     assigned("chosen", {1}),
     assigned("last._p", 5.0),
-    assigned("last.late", 3.0),
+    assigned("last.config.late", 3.0),
     assigned("last.rate", 3.0),
     lambda job, _: vars(job.net).update(hidden=nn.Linear(3, 3).double()),
     lambda job, _: job.net.config.inner.listed.__setitem__(0, 3.0),
     lambda job, _: job.net.queue.__setitem__(0, 3.0),
     lambda job, _: job.net.removed.remove(),
-    assigned("last.__class__", type("Other", (Layer,), {"forward": lambda self, x: x * 4})),
     lambda job, _: job.net.layer.register_forward_hook(lambda layer, args, y: y * 3),
-    lambda job, _: nn.utils.parametrizations.orthogonal(job.net.layer.net),
+    assigned("last.__class__", type("Other", (Layer,), {"forward": lambda self, x: x * 4})),
     assigned("last.__class__", type("Third", (Layer,), {"forward": lambda self, x: x * 5})),
+    lambda job, _: nn.utils.parametrizations.orthogonal(job.net.layer.net),
     assigned("last.forward", torch.sin),
     lambda job, _: setattr(job, "weight", 3.0),
     lambda job, monkeypatch: monkeypatch.setattr(f"{__name__}.SCALE", 3.0),
-    lambda job, monkeypatch: monkeypatch.setattr(f"{__name__}.RATE", 3.0),
+    lambda job, monkeypatch: monkeypatch.setattr(SETTINGS, "speed", 3.0),
     lambda job, monkeypatch: monkeypatch.setattr(Job, "scale", 3.0),
     lambda job, monkeypatch: monkeypatch.setattr(Job, "other", 3.0),
     lambda job, monkeypatch: monkeypatch.setitem(TABLE, "a", 3.0),
