@@ -76,6 +76,11 @@ def read_in(kind: type, names: set[str]) -> tuple[set[str], list[types.FunctionT
     return found | names | _hidden_in(kind), functions
 
 
+def puts_names_together(x: types.FunctionType) -> bool:
+    """Whether a function may read attributes by names that are not in its code."""
+    return not {"getattr", "vars", "__dict__"}.isdisjoint(names_in(x.__code__))
+
+
 def _hidden_in(kind: type) -> set[str]:
     """Names in the bases that are of torch or this package: these hand the module on to functions not looked into."""
     bases = [base for base in kind.__mro__ if base not in nn.Module.__mro__]

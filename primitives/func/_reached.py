@@ -61,6 +61,8 @@ class Reached:
         self._objects: dict[int, tuple[dict[str, Any], set[str]]] = {}
         # Names that code reads, of attributes of a class of modules, and of any object.
         self._read: dict[type, set[str]] = {}
+        # Classes of which code may read any number.
+        self._by_text: set[type] = set()
         self._names: set[str] = set()
         # Names that code only writes to; variables of these names, and containers, that a trace leaves as they were.
         self._written: set[str] = set()
@@ -129,6 +131,8 @@ class Reached:
         for kind in self._read:
             names, functions = _code.read_in(kind, self._names)
             self._read[kind] = names
+            if any(_code.puts_names_together(x) for x in functions):
+                self._by_text.add(kind)
             self._written.update(*(_code.written_in(inspect.unwrap(each).__code__) for each in functions))
             found += [x for each in functions for x in self._variables(each)] if self._deeply else []
         names = self._names.union(*self._read.values())
@@ -246,10 +250,15 @@ class Reached:
     def _watched(self) -> list[tuple[dict[Any, Any], Any]]:
         """Dictionaries that decide what runs, and of which names, `None` for all: of modules first."""
         owners = zip(self.owners, self._types, strict=True)
-        found: list[Any] = [(vars(owner), self._read[kind]) for owner, kind in owners]
+        found: list[Any] = [(vars(owner), self._read[kind] | self._numbers_of(owner)) for owner, kind in owners]
         found += [(vars(owner)[name], None) for owner in self.owners for name in _READ_REGISTRIES]
         found += [(each, None) for each in self._containers.values() if isinstance(each, dict)]
         return [*found, *self._objects.values()]
+
+    def _numbers_of(self, owner: nn.Module) -> set[str]:
+        """Names of constants of a module whose code puts names together."""
+        pairs = vars(owner).items() if type(owner) in self._by_text else ()
+        return {name for name, x in pairs if is_constant(x)}
 
     def _outside_of_dicts(self) -> tuple[list[Any], ...]:
         """What decides besides: classes of modules, and entries of lists."""

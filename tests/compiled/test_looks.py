@@ -182,3 +182,20 @@ def test_samples_and_numbers_of_steps_are_no_part_of_a_loss():
     assert len(step.settings.programs) == 1
     net[1].eps = 0.5
     same(step(X), step.__wrapped__(X))
+
+
+def test_numbers_of_a_module_by_names_that_code_puts_together():
+    class Rated(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rate0, self.rate1 = 1.0, 2.0
+
+        def forward(self, x):
+            return sum(x * getattr(self, f"rate{i}") for i in range(2))
+
+    net = Rated()
+    step = plainly(lambda x: net(x))
+    for rate in (2.0, 3.0, 5.0):
+        net.rate1 = rate
+        for _ in range(2):
+            same(step(X), net(X))
