@@ -37,7 +37,7 @@ def _traced(qualified_name: str, form: str, args: tuple, kwargs: dict[str, Any])
 
 
 def _mapped(function: Callable[[Any], Any], tree: Any) -> Any:
-    """The tree, with what `function` makes of all that is no plain container.
+    """The tree, in which `function` replaces each part that is not a plain container.
 
     Of `tree_map` Dynamo keeps no guard of the order of a dict.
     """

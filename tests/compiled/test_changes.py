@@ -126,10 +126,12 @@ def test_attributes_of_modules(change, is_dynamic):
 
 @pytest.mark.parametrize("name", ["__defaults__", "__kwdefaults__"])
 def test_defaults(name):
-    def by_place(x, net=mlp(), scale=2.0):  # noqa: B008 - the test changes defaults that are modules
+    first = mlp()
+
+    def by_place(x, net=first, scale=2.0):
         return (net(x) * scale).square().sum()
 
-    def by_keyword(x, *, net=mlp(), scale=2.0):  # noqa: B008 - as above
+    def by_keyword(x, *, net=first, scale=2.0):
         return (net(x) * scale).square().sum()
 
     function = by_place if name == "__defaults__" else by_keyword
@@ -356,7 +358,7 @@ NAMED = [
 
 
 def test_whatever_code_names(monkeypatch):
-    """By submodules, properties, hooks and functions, too; a counter is no reason to compile again."""
+    """By submodules, properties, hooks and functions, too. A counter does not make it compile again."""
     torch.manual_seed(0)
     job = Job(Holding())
     step = plainly(lambda x: job.loss(x))
