@@ -139,7 +139,7 @@ class _Site(Region):
         return until_traced.get()
 
     def _watch(self, known: Sequence[Tensor]) -> contextlib.AbstractContextManager:
-        return contextlib.nullcontext()
+        return self.reached.restoring(self._owner.note_assigned)
 
     def __call__(self, *given: Tensor) -> tuple[Tensor, ...]:
         """Tensors of the output, then new values of buffers."""
@@ -148,7 +148,7 @@ class _Site(Region):
         *tensors, seed = given
         state = PhiloxState(seed, torch.zeros_like(seed))
         before = _states_elsewhere()
-        with rng_mode(state) as mode, self.reached.restoring(self._owner.note_assigned):
+        with rng_mode(state) as mode:
             results = super().__call__(*tensors)
         if _states_elsewhere() != before:
             self._owner.note_drawn()

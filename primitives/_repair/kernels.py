@@ -183,8 +183,23 @@ def inplace_kernel(repair: Repair, own: Callable[..., Any]) -> Callable[..., Any
     return kernel
 
 
+def _in_plain_batch_norm(own: Callable[..., Any], repair: Repair) -> Callable[..., Any]:
+    """Torch's own kernel, which refuses statistics that require grad; in evaluation the formula differentiates them."""
+
+    def kernel(keyset: Any, *args: Any) -> Any:
+        _, _, _, mean, var, is_training, *_ = args
+        if is_training or not (torch.is_grad_enabled() and _C._any_requires_grad(mean, var)):
+            return own(keyset, *args)
+        with repairing(repair.name):
+            return repair.formula(*args)
+
+    return kernel
+
+
 def _in_plain_code(own: Callable[..., Any], repair: Repair) -> Callable[..., Any]:
     """Torch's own kernel; its node gets a hook where the formula has to differentiate its backward pass."""
+    if repair.operator is torch.ops.aten.native_batch_norm.default:
+        return _in_plain_batch_norm(own, repair)
     if repair.reverse != "formula":
         return own
     arguments = [argument.name for argument in repair.operator._schema.arguments]

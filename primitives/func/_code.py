@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-_READS = ("LOAD_GLOBAL", "LOAD_NAME")
+_READS = ("LOAD_GLOBAL", "LOAD_NAME", "IMPORT_NAME")
 _VALUES = ("LOAD_CONST", "LOAD_FAST", "LOAD_DEREF", "LOAD_GLOBAL")
 # Methods of containers that tell nothing of what these hold.
 _WRITERS = frozenset({"append", "appendleft", "add", "extend", "update", "clear", "insert", "__setitem__"})
@@ -31,8 +31,10 @@ def is_opaque(x: types.FunctionType) -> bool:
 
 def is_of_users(x: Any) -> bool:
     """Whether `x` is a class or a module of Python outside of installed packages."""
-    name = getattr(x, "__module__" if isinstance(x, type) else "__name__", None)
-    return isinstance(x, (type, types.ModuleType)) and isinstance(name, str) and not _is_installed(name.split(".")[0])
+    if not issubclass(type(x), (type, types.ModuleType)):
+        return False
+    name = getattr(x, "__module__" if issubclass(type(x), type) else "__name__", None)
+    return isinstance(name, str) and not _is_installed(name.split(".")[0])
 
 
 @functools.cache
@@ -41,7 +43,8 @@ def _is_installed(name: str) -> bool:
     return name in _LIBRARIES or "site-packages" in file or "dist-packages" in file
 
 
-_LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "primitives", "triton_kernels"})
+# Not `collections`: operators of `UserDict` and `ChainMap` lead to what these hold.
+_LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "primitives", "triton_kernels"} - {"collections"})
 
 
 def runs_unnamed(name: str, x: types.FunctionType) -> bool:
@@ -126,11 +129,13 @@ def _is_write(steps: list[dis.Instruction], k: int) -> bool:
         return False
     is_sum = second.opname.startswith("INPLACE_") or (second.opname == "BINARY_OP" and second.argrepr.endswith("="))
     is_kept = third.opname.startswith("STORE_") and third.argval == x.argval
-    return second.opname == "STORE_SUBSCR" or (is_sum and is_kept)
+    # Of `n[k] += 1` the entry is copied, with its place.
+    is_entry = (second.opname, second.argval) in (("COPY", 2), ("DUP_TOP_TWO", None))
+    return second.opname == "STORE_SUBSCR" or is_entry or (is_sum and is_kept)
 
 
 @functools.lru_cache(maxsize=4096)
 def globals_in(code: types.CodeType) -> list[str]:
-    """Names of globals, or of what is built in."""
+    """Names of globals, of what is built in, or of modules that it imports."""
     found = {x.argval: None for each in _codes(code) for x in dis.get_instructions(each) if x.opname in _READS}
     return [name for name in found if name not in written_in(code)]

@@ -1,14 +1,23 @@
-"""Where a function finds a value."""
+"""Where a function finds a value, and where values lead."""
 
 from __future__ import annotations
 
+import collections
 import functools
+import gc
+import inspect
 import types
+import weakref
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
+from primitives.func._code import is_of_users
+from primitives.func._values import is_a, is_constant, items_of
+
 CELL = "a variable of the closure"
+CONTAINERS = (list, dict, set, collections.deque)
 
 
 class Place(NamedTuple):
@@ -45,6 +54,9 @@ class Place(NamedTuple):
             self.key.__set__(self.holder, value)
         elif isinstance(self.holder, functools.partial):
             self.holder.__setstate__((self.holder.func, value, self.holder.keywords, vars(self.holder)))  # type: ignore[attr-defined] - no stub
+        elif isinstance(self.holder, dict):
+            # A user's may refuse it.
+            dict.__setitem__(self.holder, self.key, value)
         else:
             self._items()[self.key] = value
 
@@ -63,14 +75,44 @@ class Place(NamedTuple):
         return self.holder.outermost if isinstance(self.holder, Place) else self
 
 
-class Written(NamedTuple):
-    """A place that code only writes to."""
-
-    place: Place
-
-
 def key_of(x: Any) -> Any:
     """What tells from others what a walk meets: places, and objects."""
-    if isinstance(x, Written):
-        return "written", *key_of(x.place)
-    return (id(x.holder), x.key) if isinstance(x, Place) else id(x)
+    return (id(x.holder), x.key) if is_a(x, Place) else id(x)
+
+
+def next_of(x: Any) -> list[Any]:
+    """Where a container, or what stands for something else, leads."""
+    if is_a(x, functools.partial):
+        has_tensors = any(is_a(arg, (torch.Tensor, tuple)) and not is_constant(arg) for arg in x.args)
+        return [x.func, *([Place(x, "args")] if has_tensors else x.args), *_entries(x.keywords)]
+    if is_a(x, types.MethodType):
+        return [x.__self__, x.__func__]
+    if is_a(x, CONTAINERS):
+        return _entries(x)
+    if is_a(x, (tuple, frozenset)):
+        return list(x)
+    if is_a(x, types.MappingProxyType):
+        return gc.get_referents(x)
+    if is_a(x, (weakref.ref, *weakref.ProxyTypes)):
+        # A method of what a proxy stands for.
+        return [x() if is_a(x, weakref.ref) else x.__init__.__self__]
+    wrapped = getattr(x, "__wrapped__", None) if callable(x) and not is_a(x, type) else None
+    call = inspect.getattr_static(type(x), "__call__", None) if has_attributes(x) else None
+    return [each for each in (wrapped, call) if each is not None]
+
+
+def _entries(x: Any) -> list[Any]:
+    """Entries of a container, by their places where these hold tensors."""
+    pairs = [(key, value) for key, value in items_of(x) if not is_constant(value)]
+    if is_a(x, set):
+        return [value for _, value in pairs]
+    return [Place(x, key) if is_a(value, (torch.Tensor, tuple)) else value for key, value in pairs]
+
+
+def has_attributes(x: Any) -> bool:
+    """Whether `x` is an object of a class of somebody's, in whose attributes a function may find values."""
+    no_objects = torch.Tensor, type, types.ModuleType, types.MethodType, functools.partial
+    has_any = is_a(getattr(x, "__dict__", None), dict) or is_of_users(type(x))
+    # Operators fill tables of their own.
+    is_ours = str(type(x).__module__).startswith(("primitives.custom.", "primitives._core.", "torch._", "logging"))
+    return has_any and not (is_ours or is_a(x, no_objects))

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import array
 import collections
 import contextlib
 import functools
+import gc
 import inspect
+import operator
+import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -17,11 +21,13 @@ from torch.utils.data import Dataset
 
 from primitives._core.errors import LeafError
 from primitives.func import _code
-from primitives.func._places import CELL, Place, Written, key_of
+from primitives.func._places import CELL, CONTAINERS, Place, has_attributes, key_of, next_of
 from primitives.func._values import (
     MISSING,
     are_same,
     has_other_values,
+    is_a,
+    is_at_home,
     is_constant,
     items_of,
     number_of,
@@ -29,13 +35,14 @@ from primitives.func._values import (
     serves,
 )
 from primitives.tracing._modules.lending import guard_of
-from primitives.tracing._torch_private import FunctionalTensor
 
 # Attributes of every module, in which it keeps others; those that a call reads.
 _REGISTRIES = frozenset(vars(nn.Module()))
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _READ_REGISTRIES = ("_parameters", "_buffers", "_modules", *_HOOKS)
-_CONTAINERS = (list, dict, set, collections.deque)
+# Arrays are compared in each call, up to this size.
+_MANY_BYTES = 4096
+_code_of = operator.attrgetter("__code__")
 _Cache = type(functools.lru_cache(repr))
 
 
@@ -52,23 +59,31 @@ class Reached:
     """
 
     def __init__(self, roots: Sequence[Any], takes: Callable[[Tensor], bool], *, deeply: bool = False) -> None:
-        self._deeply, self._kinds = deeply, object if deeply else (tuple, *_CONTAINERS)
+        self._deeply, self._takes = deeply, takes
+        self.modules: list[nn.Module] = []
         self.places: list[Place] = []
-        # Variables that lead on, or are constants, with values; containers; attributes of objects, and variables of
-        # Python modules, with the names that count.
+        # Variables that lead on, or are constants, with values; functions; arrays with their bytes; containers;
+        # dictionaries of objects, Python modules and classes, with the names that count.
         self._links: list[tuple[Place, Any]] = []
+        self._functions: dict[types.FunctionType, None] = {}
+        self._arrays: list[tuple[Any, bytes]] = []
         self._containers: dict[int, Any] = {}
         self._objects: dict[int, tuple[dict[str, Any], set[str]]] = {}
-        # Names that code reads, of attributes of a class of modules, and of any object.
+        self._classes: dict[int, tuple[dict[str, Any], set[str]]] = {}
+        # Names that functions read, methods of a class of modules, and all of these.
+        self._own: set[str] = set()
         self._read: dict[type, set[str]] = {}
-        # Classes of which code may read any number.
-        self._by_text: set[type] = set()
         self._names: set[str] = set()
+        self._by_text: set[type] = set()  # classes of which code may read any number
         # Names that code only writes to; variables of these names, and containers, that a trace leaves as they were.
         self._written: set[str] = set()
         self._kept: list[Place] = []
         self._filled: list[Any] = []
-        self.modules = self._walk(roots, takes)
+        # Modules, objects and functions, whose attributes code may name; how many were looked at, for how many names.
+        self._holders: list[Any] = []
+        self._num_held = self._num_names = 0
+        self._slots: dict[type, list[Any]] = {}
+        self._walk(roots)
         self.owners = list(dict.fromkeys(owner for each in self.modules for owner in each.modules()))
         if any(isinstance(owner, torch.jit.ScriptModule) for owner in self.owners):
             raise no_torchscript()
@@ -78,21 +93,17 @@ class Reached:
                 for name, value in getattr(owner, registry).items():
                     if value is not None:
                         self.registered.setdefault(value, []).append((owner, registry, name))
-        self._reads = [places[0] for places in self.registered.values()]
-        self._ties = [places for places in self.registered.values() if len(places) > 1]
         # No version counts the entries of these, nor the order of the last, which `move_to_end` changes.
-        containers = self._containers.values()
-        self._lists: list[Any] = [
-            x for x in containers if not isinstance(x, dict) or type(x) is collections.OrderedDict
-        ]
+        kinds = *(kind for kind in CONTAINERS if kind is not dict), collections.OrderedDict
+        self._lists: list[Any] = [x for x in self._containers.values() if is_a(x, kinds)]
         self._types = [*map(type, self.owners)]
         # A guard of dictionaries, modules and dictionaries, versions, entries of lists, parameters and buffers.
         self._seen: tuple[Any, list[Any], list[int], list[Any], list[Tensor]] = None, [], [-1], [], []
         self._state: Any = None
 
-    def _walk(self, roots: Sequence[Any], takes: Callable[[Tensor], bool]) -> list[nn.Module]:
-        modules: list[nn.Module] = []
-        stack, objects, held = [*roots], [], []
+    def _walk(self, roots: Sequence[Any]) -> None:
+        """Find all that is reached, each thing once."""
+        stack = [*roots]
         # What was seen is held, or another object could get its number.
         seen = self._walked = {}
         while stack:
@@ -100,96 +111,154 @@ class Reached:
             key = key_of(x)
             if key not in seen:
                 seen[key] = x
-                if isinstance(x, nn.Module):
-                    modules.append(x)
-                    for owner in x.modules():
-                        own = [(Place(owner, name), y) for name, y in vars(owner).items() if name not in _REGISTRIES]
-                        stack += [place for place, y in own if isinstance(y, torch.Tensor)]
-                        held += [place for place, y in own if not is_constant(y) and isinstance(y, self._kinds)]
-                        hooks = [each for name in _HOOKS for each in vars(owner)[name].values()]
-                        stack += hooks if self._deeply else []
-                        self._read.setdefault(type(owner), set())
-                elif isinstance(x, (Place, Written)):
-                    stack += self._at(x, takes) if isinstance(x, Place) else self._at_written(x.place)
-                elif isinstance(x, types.FunctionType):
-                    if not _code.is_opaque(x):
-                        stack += self._variables(x)
-                        self._names |= {*_code.names_in(x.__code__)}
-                        self._written |= _code.written_in(x.__code__)
-                else:
-                    stack += _next(x)
-                    objects += [x] * (_has_attributes(x) or (self._deeply and _code.is_of_users(x)))
-                    if isinstance(x, _CONTAINERS):
-                        self._containers[id(x)] = x
-            if not stack:
-                stack = self._named(objects, held, seen)
-        return modules
+                # An object that raises where it is looked at is left alone.
+                with contextlib.suppress(Exception):
+                    stack += self._led_to(x)
+            stack = stack or self._named()
 
-    def _named(self, objects: list[Any], held: list[Place], seen: dict[Any, Any]) -> list[Any]:
-        """Attributes and methods that are not seen yet, of modules and of objects, as far as code names them."""
+    def _led_to(self, x: Any) -> list[Any]:
+        """What `x` leads to without a name."""
+        if is_a(x, Place):
+            return self._at(x)
+        if is_a(x, nn.Module):
+            owners = [*x.modules()]
+            self.modules.append(x)
+            self._holders += owners
+            self._read = {**{type(owner): set() for owner in owners}, **self._read}
+            hooks = _HOOKS if self._deeply else ()
+            return [each for owner in owners for name in hooks for each in vars(owner)[name].values()]
+        if is_a(x, types.FunctionType):
+            if _code.is_opaque(x):
+                return []
+            self._own.update(_code.names_in(x.__code__))
+            self._written |= _code.written_in(x.__code__)
+            self._holders += [x] * self._deeply
+            return self._variables(x)
+        found = next_of(x)
+        if has_attributes(x) or (self._deeply and _code.is_of_users(x)):
+            self._holders.append(x)
+        if is_a(x, torch.optim.Optimizer):
+            # Numbers that change in each step are beside the parameters.
+            self._objects.update({id(each): (each, self._names) for each in x.param_groups})
+        if is_a(x, CONTAINERS) and id(x) not in self._objects:
+            self._containers[id(x)] = x
+        if self._deeply and (is_a(x, (bytearray, array.array)) or hasattr(type(x), "__array_interface__")):
+            self._arrays += [(x, memoryview(x).tobytes())] * (memoryview(x).nbytes <= _MANY_BYTES)
+        return found
+
+    def _named(self) -> list[Any]:
+        """Attributes and methods that code names: those of all, or, if it names no more than before, of new ones."""
+        found: list[Any] = []
+        growing = self._own, self._written, self._read
+        if self._num_names != sum(map(len, growing)):
+            found = self._of_modules()
+            self._names |= self._own.union(*self._read.values())
+            self._num_held, self._num_names = 0, sum(map(len, growing))
+        new, written = self._holders[self._num_held :], self._written - self._names
+        self._num_held = len(self._holders)
+        kinds = {x if is_a(x, type) else type(x) for x in new}
+        for look, x in (*((self._of_class, kind) for kind in kinds), *((self._of_object, x) for x in new)):
+            with contextlib.suppress(Exception):
+                found += look(x, written)
+        return found
+
+    def _of_modules(self) -> list[Any]:
+        """Where methods of modules lead; the names that they read are noted."""
         found: list[Any] = []
         for kind in self._read:
-            names, functions = _code.read_in(kind, self._names)
-            self._read[kind] = names
+            self._read[kind], functions = _code.read_in(kind, self._own)
             if any(_code.puts_names_together(x) for x in functions):
                 self._by_text.add(kind)
             self._written.update(*(_code.written_in(inspect.unwrap(each).__code__) for each in functions))
             found += [x for each in functions for x in self._variables(each)] if self._deeply else []
-        names = self._names.union(*self._read.values())
-        written = self._written - names
-        found += [place for place in held if place.key in self._read[type(place.holder)]]
-        found += [Written(place) for place in held if place.key in written]
-        kinds = {each for x in (*self._read, *objects) for each in (x if isinstance(x, type) else type(x)).__mro__}
-        found += [place for kind in kinds if self._deeply for place in _held_by(kind, names)]
-        found += [Written(place) for kind in kinds if self._deeply for place in _held_by(kind, written)]
-        for x in objects:
-            # Behind the operators of a data set lie all its tensors.
-            runs = _code.runs_unnamed if not isinstance(x, Dataset) else lambda *_: False
-            if isinstance(attributes := getattr(x, "__dict__", None), dict):
+        return found
+
+    def _of_class(self, kind: type, written: set[str]) -> list[Any]:
+        """Methods of a class but of modules, and values in it and its bases, where these are of a user's."""
+        # Behind the operators of a data set lie all its tensors.
+        runs = _code.runs_unnamed if not issubclass(kind, Dataset) else lambda *_: False
+        methods = {} if issubclass(kind, nn.Module) else _code.members(kind)
+        # Torch calls methods of any names.
+        is_rule = issubclass(kind, torch.autograd.Function)
+        named = {name for name, y in methods.items() if name in self._names or is_rule or runs(name, y)}
+        found: list[Any] = [methods[name] for name in named if is_a(methods[name], types.FunctionType)]
+        slots = [y for y in methods.values() if is_a(y, types.MemberDescriptorType)]
+        self._slots[kind] = [y for y in slots if y.__name__ in self._names | written and _code.is_of_users(kind)]
+        for base in kind.__mro__ if self._deeply else ():
+            if _code.is_of_users(base):
+                # The dictionary itself, whose versions are counted.
+                (space,) = gc.get_referents(vars(base))
+                self._classes[id(space)] = space, self._names | named
+                values = [Place(base, name) for name, y in space.items() if not hasattr(type(y), "__get__")]
+                found += self._chosen([x for x in values if not x.key.startswith("__")], self._names, written)
+        return found
+
+    def _of_object(self, x: Any, written: set[str]) -> list[Any]:
+        """Attributes of a module, an object, a function or a Python module."""
+        attributes: Any = getattr(x, "__dict__", None)
+        is_module = is_a(x, nn.Module)
+        names = self._read[type(x)] if is_module else self._names
+        found: list[Any] = [Place(x, y) for y in self._slots.get(type(x), ())]
+        if is_a(attributes, dict):
+            pairs = [(name, y) for name, y in attributes.items() if not is_constant(y)]
+            if not is_module:
                 self._objects[id(attributes)] = attributes, names
-                changing = [Place(attributes, name) for name, y in attributes.items() if not is_constant(y)]
-                found += [place for place in changing if place.key in names]
-                found += [Written(place) for place in changing if place.key in written]
-            found += [
-                Place(x, y) if isinstance(y, types.MemberDescriptorType) else y
-                for name, y in _code.members(x if isinstance(x, type) else type(x)).items()
-                if (isinstance(y, types.FunctionType) and (name in names or _is_rule(x) or runs(name, y)))
-                or (name in names | written and _code.is_of_users(type(x)))
-            ]
-        return [x for x in found if key_of(x) not in seen]
+            else:
+                kinds = object if self._deeply else (torch.Tensor, tuple, *CONTAINERS)
+                pairs = [(name, y) for name, y in pairs if name not in _REGISTRIES and is_a(y, kinds)]
+                found += [Place(x, name) for name, y in pairs if is_a(y, torch.Tensor)]
+            found += self._chosen([Place(x if is_module else attributes, name) for name, _ in pairs], names, written)
+        return found
+
+    def _chosen(self, places: list[Place], names: set[str], written: set[str]) -> list[Any]:
+        """Places that code reads, and where others lead that it only writes to."""
+        others = [y for place in places if place.key in written for y in self._at_written(place)]
+        return [*(place for place in places if place.key in names), *others]
 
     def _variables(self, x: types.FunctionType) -> list[Any]:
         """Where a function leads. Globals are watched, but those of a script, which change all the time."""
         variables = x.__globals__
         if variables.get("__name__") != "__main__":
             self._objects.setdefault(id(variables), (variables, set()))[1].update(_code.globals_in(x.__code__))
-        return _next(x)
+        self._functions[x] = None
+        cells = zip(x.__code__.co_freevars, (Place(cell, CELL) for cell in x.__closure__ or ()), strict=True)
+        if (x.__module__ or "").startswith("primitives."):
+            # Thousands of objects lie behind these, and none is a user's.
+            return [place for _, place in cells]
+        names, written = _code.globals_in(x.__code__), _code.written_in(x.__code__)
+        places = [*cells, *((name, Place(variables, name)) for name in (*names, *written) if name in variables)]
+        found = [Place(x, name) for name in ("__defaults__", "__kwdefaults__") if getattr(x, name)]
+        found += [y for name, place in places for y in (self._at_written(place) if name in written else [place])]
+        # Those that it imports itself, too.
+        return [*found, *(sys.modules[name] for name in names if name in sys.modules)]
 
     def _at_written(self, place: Place) -> list[Any]:
         """Where a place leads that code only writes to."""
         value = place.get()
-        if isinstance(value, _CONTAINERS):
+        if is_a(value, CONTAINERS):
             self._filled.append(value)
         elif not is_constant(value):
             return [place]
         self._kept.append(place)
         return []
 
-    def _at(self, place: Place, takes: Callable[[Tensor], bool]) -> list[Any]:
+    def _at(self, place: Place) -> list[Any]:
         """Where the value of a place leads."""
         value = place.get()
-        if isinstance(value, torch.Tensor):
+        if is_a(value, torch.Tensor):
             # A class holds constants, whose values code may ask for.
-            is_fixed = isinstance(place.holder, type) and not value.requires_grad
+            is_fixed = is_a(place.holder, type) and not value.requires_grad
             self._links += [(place, value)] * is_fixed
-            self.places += [place] * (takes(value) and not is_fixed)
+            self.places += [place] * (self._takes(value) and not is_fixed)
             return []
         # Attributes and entries are looked up where these were written to.
         holder = place.outermost.holder
-        is_watched = isinstance(holder, nn.Module) or id(holder) in self._objects or id(holder) in self._containers
-        if not (is_watched or isinstance(value, types.ModuleType)):
+        is_watched = is_a(holder, (nn.Module, type)) or id(holder) in self._objects or id(holder) in self._containers
+        if is_a(place.holder, type):
+            self._kept.append(place)
+        elif not (is_watched or is_a(value, types.ModuleType)):
             self._links.append((place, value))
-        if isinstance(value, tuple) and not is_constant(value):
+        if is_a(value, tuple) and not is_constant(value):
             return [Place(place, i) for i in range(len(value))]
         return [value]
 
@@ -198,17 +267,16 @@ class Reached:
         for place, value in self._links:
             if (now := place.get()) is not value and not serves(now, value):
                 return None
-        registered = self._registered_now()
-        found = [place.get() for place in self.places]
-        for x in found:
-            if not _is_at_home(x):
+        for x, held in self._arrays:
+            if memoryview(x).tobytes() != held:
                 return None
-        return None if registered is None else found + registered
+        registered, found = self._registered_now(), [place.get() for place in self.places]
+        return found + registered if registered is not None and all(map(is_at_home, found)) else None
 
     def _registered_now(self) -> list[Tensor] | None:
         """Parameters and buffers, asked for again where a dictionary of a module was written to."""
         guard, objects, versions, entries, found = self._seen
-        listed = [x for each in self._lists for x in (*each, each)]
+        listed = self._listed()
         if guard is not None:
             is_same = guard.check(objects)
         else:
@@ -224,13 +292,12 @@ class Reached:
         now = self._versions(objects)
         if self._has_changed(versions, now):
             return None
-        found = [getattr(owner, registry).get(name) for owner, registry, name in self._reads]
-        for places in self._ties:
+        found = []
+        for places in self.registered.values():
             first, *others = (getattr(owner, registry).get(name) for owner, registry, name in places)
-            if any(x is not first for x in others):
+            if not is_at_home(first) or any(x is not first for x in others):
                 return None
-        if not all(map(_is_at_home, found)):
-            return None
+            found.append(first)
         # Another thread may lend them meanwhile.
         if now == self._versions(objects):
             self._seen = None, objects, now, listed, found
@@ -238,14 +305,14 @@ class Reached:
 
     def _has_changed(self, versions: list[int], now: list[int]) -> bool:
         """Whether what decides differs from the first time, where these versions of dictionaries differ."""
-        watched = self._watched()
+        watched, outside = self._watched(), [*map(type, self.owners), *map(number_of, self._listed())]
         if not self._state:
-            self._state = [numbers_of(*each) for each in watched], self._outside_of_dicts()
+            self._state = [numbers_of(*each) for each in watched], outside
             # Held, or others could get their numbers.
-            self._alive = [y for x, *_ in watched for y in x.values() if not isinstance(y, torch.Tensor)]
+            self._alive = [y for x, *_ in watched for y in x.values() if not is_a(y, torch.Tensor)]
         changed = (k for k, new in enumerate(now) if len(versions) < len(now) or versions[k] != new)
-        inside, outside = self._state
-        return outside != self._outside_of_dicts() or any(numbers_of(*watched[k]) != inside[k] for k in changed)
+        inside, before = self._state
+        return outside != before or any(numbers_of(*watched[k]) != inside[k] for k in changed)
 
     def _watched(self) -> list[tuple[dict[Any, Any], Any]]:
         """Dictionaries that decide what runs, and of which names, `None` for all: of modules first."""
@@ -253,16 +320,19 @@ class Reached:
         found: list[Any] = [(vars(owner), self._read[kind] | self._numbers_of(owner)) for owner, kind in owners]
         found += [(vars(owner)[name], None) for owner in self.owners for name in _READ_REGISTRIES]
         found += [(each, None) for each in self._containers.values() if isinstance(each, dict)]
-        return [*found, *self._objects.values()]
+        return [*found, *self._objects.values(), *self._classes.values()]
 
     def _numbers_of(self, owner: nn.Module) -> set[str]:
         """Names of constants of a module whose code puts names together."""
         pairs = vars(owner).items() if type(owner) in self._by_text else ()
         return {name for name, x in pairs if is_constant(x)}
 
-    def _outside_of_dicts(self) -> tuple[list[Any], ...]:
-        """What decides besides: classes of modules, and entries of lists."""
-        return [*map(type, self.owners)], [[*map(number_of, each)] for each in self._lists]
+    def _listed(self) -> list[Any]:
+        """What decides and is in no dictionary: entries of lists, and code of functions."""
+        found = [*map(_code_of, self._functions)]
+        for each in self._lists:
+            found += *each, each
+        return found
 
     def _versions(self, objects: list[Any]) -> list[int]:
         """Numbers that grow when a dictionary is written to; a call that lends a module exchanges its attributes."""
@@ -274,7 +344,7 @@ class Reached:
         pairs = [(place.key, value) for place, value in self._links]
         pairs += [pair for each in self._containers.values() for pair in items_of(each)]
         pairs += [(name, x) for each, names in self._objects.values() for name, x in each.items() if name in names]
-        constants = [(str(key), value) for key, value in pairs if isinstance(value, (int, float, str))]
+        constants = [(str(key), value) for key, value in pairs if is_a(value, (int, float, str))]
         return [*constants, ("training", [owner.training for owner in self.owners])]
 
     @contextlib.contextmanager
@@ -283,8 +353,9 @@ class Reached:
         places = [*(place for place, _ in self._links if not isinstance(place.holder, Place)), *self._kept]
         links = [(place, place.get()) for place in places]
         attributes = [(each, names | self._written, {**each}) for each, names in self._objects.values()]
-        copies = [(each, each.copy()) for each in (*self._containers.values(), *self._filled)]
-        caches = [(x, x.cache_info().misses) for x in self._walked.values() if isinstance(x, _Cache)]
+        containers = [*self._containers.values(), *self._filled]
+        copies = [(each, dict(each.items()) if is_a(each, dict) else [*each]) for each in containers]
+        caches = [(x, x.cache_info().misses) for x in self._walked.values() if is_a(x, _Cache)]
         try:
             yield
         finally:
@@ -296,7 +367,7 @@ class Reached:
             filled = [(each, old) for each, old in copies if has_other_values(each, old)]
             for each, old in filled:
                 each.clear()
-                each.update(old) if isinstance(each, (dict, set)) else each.extend(old)
+                each.update(old) if is_a(each, (dict, set)) else each.extend(old)
             changed = [(place, value) for place, value in links if place.get() is not value]
             for place, value in changed:
                 place.put(value)
@@ -321,76 +392,9 @@ class Reached:
                 place.put(original)
 
 
-def _is_at_home(x: Any) -> bool:
-    """Whether it is a tensor, and not what another thread traces with in its place."""
-    return isinstance(x, torch.Tensor) and not isinstance(x, FunctionalTensor)
-
-
-def _next(x: Any) -> list[Any]:
-    """Where a function, or a container that it reaches, leads."""
-    if isinstance(x, functools.partial):
-        has_tensors = any(isinstance(arg, (torch.Tensor, tuple)) and not is_constant(arg) for arg in x.args)
-        return [x.func, *([Place(x, "args")] if has_tensors else x.args), *_changing(x.keywords)]
-    if isinstance(x, types.MethodType):
-        return [x.__self__, x.__func__]
-    if isinstance(x, _CONTAINERS):
-        return _changing(x)
-    if isinstance(x, (tuple, frozenset)):
-        return list(x)
-    if isinstance(x, types.FunctionType):
-        # Thousands of objects lie behind those of this package's functions, and none is a user's.
-        is_ours = (x.__module__ or "").startswith("primitives.")
-        names = [] if is_ours else _code.globals_in(x.__code__)
-        variables = [Place(x.__globals__, name) for name in names if name in x.__globals__]
-        cells = zip(x.__code__.co_freevars, x.__closure__ or (), strict=True)
-        written = () if is_ours else _code.written_in(x.__code__)
-        kept = () if is_ours else ("__defaults__", "__kwdefaults__")
-        defaults = [Place(x, name) for name in kept if getattr(x, name)]
-        found = [Place(cell, CELL) if name not in written else Written(Place(cell, CELL)) for name, cell in cells]
-        found += [Written(Place(x.__globals__, name)) for name in written if name in x.__globals__]
-        return [*variables, *found, *defaults]
-    # What stands for a function.
-    wrapped = getattr(x, "__wrapped__", None) if callable(x) and not isinstance(x, type) else None
-    call = inspect.getattr_static(type(x), "__call__", None) if _has_attributes(x) else None
-    return [each for each in (wrapped, call) if each is not None]
-
-
 def no_torchscript() -> LeafError:
     """The error for a module that no call can lend other parameters."""
     return LeafError(
         "a module of TorchScript (torch.jit.script or trace) is reached, which runs outside of Python and cannot be "
         "given the parameters of one call. Use the original module."
     )
-
-
-def _changing(x: Any) -> list[Any]:
-    """Entries of a container, by their places where these hold tensors."""
-    pairs = [(key, value) for key, value in items_of(x) if not is_constant(value)]
-    if isinstance(x, set):
-        return [value for _, value in pairs]
-    return [Place(x, key) if isinstance(value, (torch.Tensor, tuple)) else value for key, value in pairs]
-
-
-def _is_rule(x: Any) -> bool:
-    """Whether `x` is a class whose methods torch calls, of whatever names."""
-    return isinstance(x, type) and issubclass(x, torch.autograd.Function)
-
-
-def _is_descriptor(x: Any) -> bool:
-    """Whether an entry of a class is a method, a property or the like, whose functions are looked at."""
-    return hasattr(type(x), "__get__")
-
-
-def _held_by(kind: type, names: set[str]) -> list[Place]:
-    """Values of these names in a class of a user's."""
-    held = [(name, x) for name, x in vars(kind).items() if name in names and not name.startswith("__")]
-    return [Place(kind, name) for name, x in held if _code.is_of_users(kind) and not _is_descriptor(x)]
-
-
-def _has_attributes(x: Any) -> bool:
-    """Whether `x` is an object of a class of somebody's, in whose attributes a function may find values."""
-    no_objects = torch.Tensor, type, types.ModuleType, types.MethodType, functools.partial
-    has_any = isinstance(getattr(x, "__dict__", None), dict) or _code.is_of_users(type(x))
-    # Operators fill tables of their own.
-    is_ours = str(type(x).__module__).startswith(("primitives.custom.", "primitives._core.", "torch._", "logging"))
-    return has_any and not (is_ours or isinstance(x, no_objects))

@@ -80,8 +80,8 @@ class Region(Recomputable):
         return None
 
     def _watch(self, known: Sequence[Tensor]) -> contextlib.AbstractContextManager:
-        """Context of the first run."""
-        return Guard(known)
+        """Context of a run, in which all is lent."""
+        return Guard(known) if self._out_treespec is None else contextlib.nullcontext()
 
     @property
     def changed(self) -> Sequence[int]:
@@ -107,8 +107,7 @@ class Region(Recomputable):
                 stack.enter_context(repaired_thread())
             if self._is_lent:
                 stack.enter_context(running(self._owners))
-            if is_first:
-                stack.enter_context(self._watch([*tensors, *used]))
+            stack.enter_context(self._watch([*tensors, *used]))
             leaves = list(self._leaves)
             for i, x in zip(self._places, found, strict=False):
                 leaves[i] = x

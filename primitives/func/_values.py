@@ -9,29 +9,57 @@ from typing import Any
 
 import torch
 
+from primitives.func._code import is_of_users
+from primitives.tracing._torch_private import FunctionalTensor
+
 MISSING = object()
 # With all numbers, those of numpy too, the constants: programs are told apart by what they print.
 _NUMBERS = frozenset({bool, int, float, complex, str, bytes, range, type(None), torch.device, torch.dtype})
 
 
+def is_a(x: Any, kinds: Any) -> bool:
+    """Whether `x` is of a class, by that which it has: asked by `isinstance`, an object may lie or raise."""
+    return issubclass(type(x), kinds)
+
+
+def is_at_home(x: Any) -> bool:
+    """Whether it is a tensor, and not what another thread traces with in its place."""
+    return isinstance(x, torch.Tensor) and not isinstance(x, FunctionalTensor)
+
+
+def _parts(x: Any) -> list[Any]:
+    """With what it holds, if it is a tuple, and what tuples in it hold."""
+    found = [x]
+    for y in found:
+        found += y if is_a(y, tuple) else ()
+    return found
+
+
 def is_constant(x: Any) -> bool:
-    if isinstance(x, tuple):
-        return all(map(is_constant, x))
-    return type(x) in _NUMBERS or isinstance(x, (numbers.Number, enum.Enum))
+    """Whether it is a number, a text or the like, or a tuple of such."""
+    return all(type(y) in _NUMBERS or is_a(y, (tuple, numbers.Number, enum.Enum)) for y in _parts(x))
 
 
 def serves(x: Any, y: Any) -> bool:
     """Whether a value may stand for another: entries of tuples are places of their own."""
     if type(x) is not type(y):
         return False
-    return repr(x) == repr(y) if is_constant(y) else isinstance(x, tuple) and len(x) == len(y)
+    return number_of(x) == number_of(y) if is_constant(y) else is_a(x, tuple) and len(x) == len(y)
 
 
 def number_of(x: Any) -> Any:
     """What tells a value from another, where no place does: that of a constant, the identity of an object."""
-    if is_constant(x):
-        return type(x), repr(x)
-    return None if isinstance(x, torch.Tensor) else tuple(map(number_of, x)) if isinstance(x, tuple) else id(x)
+    return [_number_of(y) for y in _parts(x)]
+
+
+def _number_of(x: Any) -> Any:
+    if is_a(x, tuple):
+        return type(x), len(x)
+    if not is_constant(x):
+        return None if is_a(x, torch.Tensor) else id(x)
+    # A class of a user's may print anything, and decimals of an int are limited.
+    kind: Any = next(each for each in type(x).__mro__ if each in _NUMBERS or not is_of_users(each))
+    return type(x), hex(x) if is_a(x, int) else kind.__repr__(x)
 
 
 def numbers_of(values: dict[Any, Any], names: set[str] | None) -> list[Any]:
@@ -41,14 +69,14 @@ def numbers_of(values: dict[Any, Any], names: set[str] | None) -> list[Any]:
 
 def items_of(x: Any) -> list[tuple[Any, Any]]:
     """Keys or numbers of the entries of a container, and what they are."""
-    return [*(x.items() if isinstance(x, dict) else enumerate(x))]
+    return [*(x.items() if is_a(x, dict) else enumerate(x))]
 
 
 def has_other_values(x: Any, y: Any) -> bool:
     """Whether a tensor or a constant is an entry of one of two containers, and not of the other."""
     x, y = dict(items_of(x)), dict(items_of(y))
     pairs = [(x.get(key, MISSING), y.get(key, MISSING)) for key in x | y]
-    return any(a is not b and (isinstance(z, torch.Tensor) or is_constant(z)) for a, b in pairs for z in (a, b))
+    return any(a is not b and (is_a(z, torch.Tensor) or is_constant(z)) for a, b in pairs for z in (a, b))
 
 
 def are_same(x: list[Any], y: list[Any]) -> bool:
