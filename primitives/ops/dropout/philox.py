@@ -51,17 +51,20 @@ def philox4x32(seed: Tensor, block: Tensor) -> tuple[Tensor, Tensor, Tensor, Ten
     axes = [1] * block.dim()
     rounds = torch.arange(NUM_ROUNDS, device=seed.device).view(-1, 1, *axes)
     steps, multipliers = (
-        torch.tensor(pair, device=seed.device).view(2, *axes) for pair in ((KEY_A, KEY_B), (ROUND_A, ROUND_B))
+        torch.tensor(pair, device=seed.device).view(2, *axes)
+        for pair in ((KEY_A, KEY_B), (ROUND_B - 2**32, ROUND_A - 2**32))
     )
     # Pairs of words are computed together: small tensors cost what the calls cost.
-    keys = (torch.stack([seed, seed >> 32]) + rounds * steps) & LOW_WORD
+    keys = ((torch.stack([seed, seed >> 32]) & LOW_WORD) + rounds * steps) & LOW_WORD
     # A batch of keys alone, under vmap, is one of words too: they are written into below.
     even = torch.stack([block & LOW_WORD, torch.zeros_like(block ^ seed)])  # c0, c2
     odd = torch.stack([(block >> 32) & LOW_WORD, torch.zeros_like(block)])  # c1, c3
     for key in keys:
-        # Products of 32-bit words fill all 64 bits; int64 wraps around to the same bits, and the mask drops its sign.
-        products = (even * multipliers).flip(0)
-        even = (products >> 32).bitwise_xor_(odd).bitwise_xor_(key).bitwise_and_(LOW_WORD)
+        # Products of 32-bit words fill all 64 bits, and one that overflows int64 may be any number in compiled C++:
+        # multipliers are less by 2**32, which the high word of a product makes up for.
+        factors = even.flip(0)
+        products = factors * multipliers
+        even = (products >> 32).add_(factors).bitwise_xor_(odd).bitwise_xor_(key)
         odd = products.bitwise_and_(LOW_WORD)
     return even[0], odd[0], even[1], odd[1]
 
