@@ -242,13 +242,14 @@ def inductor_mended() -> Iterator[None]:
     """Context in which Inductor leaves sums and matrix products apart on the CPU too, as it does on a GPU.
 
     And what is read of a scatter is read behind it. Where loops of two operators are made alike, Inductor forgets under
-    which name it knows memory that was written to, and may read it first.
+    which name it knows memory that was written to, and may read it first. Where it looks for the place in a loop that
+    reads such memory, it takes the name that is not used there, and raises: without a place it goes on.
     """
-    from torch._inductor import scheduler
+    from torch._inductor import loop_body, scheduler
     from torch._inductor.fx_passes import post_grad
 
     fuses_better, node_type = post_grad.should_prefer_unfused_addmm, scheduler.SchedulerNode
-    recompute = node_type.recompute_size_and_body
+    recompute, read_at = node_type.recompute_size_and_body, loop_body.LoopBody.get_read_expr
 
     def prefers(match: Any) -> bool:
         value = match.kwargs["inp"].meta["val"]
@@ -258,7 +259,13 @@ def inductor_mended() -> Iterator[None]:
         recompute(node, *args, **kwargs)
         node.set_read_writes(node.read_writes.rename(node.mutation_renames))
 
+    def place(body: Any, name: str) -> Any:
+        with contextlib.suppress(KeyError):
+            return read_at(body, name)
+        return None
+
     with (
+        mock.patch.object(loop_body.LoopBody, "get_read_expr", place),
         mock.patch.object(post_grad, "should_prefer_unfused_addmm", prefers),
         mock.patch.object(node_type, "recompute_size_and_body", recomputed),
     ):

@@ -155,6 +155,17 @@ def test_inductor_reads_behind_a_scatter():
     same(*(torch.autograd.grad(f(x), x) for f in (pr.compile(function), function)))
 
 
+def test_inductor_reads_a_scatter_in_a_loop_with_a_sum():
+    """As an average of torch's own that is differentiated twice does, in ConvNeXt; `torch.compile` raises for it."""
+
+    def function(x, y):
+        written = x.new_zeros(2, 16).scatter(1, torch.arange(16).expand(2, 16), x.sin())
+        return (y.sum(1, keepdim=True) * x + written * x) @ y.mT
+
+    x, y = data(2, 16), data(2, 16, seed=1)
+    same(pr.compile(function)(x, y), function(x, y))
+
+
 @pytest.mark.nightly
 @pytest.mark.skipif(torch.__version__ < (2, 13), reason=CHECKS_ARE_DROPPED)
 def test_inductor_keeps_the_checks_of_solvers():
