@@ -59,8 +59,8 @@ def compile(
     Python runs once per program. There is one for each set of sizes, strides, dtypes and devices of tensors, for each
     set of constants among the arguments, and for the state of torch that changes results: grad mode, autocast, default
     dtype. Modules, variables of the closure and of globals, and attributes of objects that code names, are looked up at
-    each call: their tensors are arguments of the programs, and another variable, submodule, or attribute gets programs
-    of its own. Random numbers are drawn anew in each call from the state that
+    each call: their tensors are arguments of the programs, and another value of a variable or an attribute, or a module
+    of another structure, gets programs of its own. Random numbers are drawn anew in each call from the state that
     `torch.manual_seed` sets, and are other ones than those of the uncompiled function. Inside `torch.compile`, and
     inside any trace, `fn` itself runs.
 
@@ -158,7 +158,7 @@ class _Compiled:
 def _twin(module: Any, settings: Any) -> Any:
     """A module that shares the attributes of `module`, and whose `forward` is compiled."""
     from primitives._compiled._function import CompiledFunction
-    from primitives.func._reached import no_torchscript
+    from primitives.func._calls import no_torchscript
 
     if isinstance(module, torch.jit.ScriptModule):
         raise no_torchscript()

@@ -79,10 +79,14 @@ class _Site(Region):
 
     Attributes:
         device: That of the first tensor.
+        likeness: What the modules that it reaches have in common with others that its programs serve.
         is_random: Whether it draws random numbers, as far as it was traced.
     """
 
     is_random = False
+    likeness: Any = None
+    # What was served before.
+    _other: Reached | None = None
 
     def __init__(self, owner: CompiledFunction, args: tuple, kwargs: dict[str, Any]) -> None:
         super().__init__(owner.__wrapped__, args, kwargs)  # type: ignore[attr-defined] - set by update_wrapper
@@ -139,7 +143,7 @@ class _Site(Region):
         return until_traced.get()
 
     def _watch(self, known: Sequence[Tensor]) -> contextlib.AbstractContextManager:
-        return self.reached.restoring(self._owner.note_assigned)
+        return self.reached.restoring(self._owner.note_lost)
 
     def __call__(self, *given: Tensor) -> tuple[Tensor, ...]:
         """Tensors of the output, then new values of buffers."""
@@ -151,7 +155,10 @@ class _Site(Region):
         with rng_mode(state) as mode:
             results = super().__call__(*tensors)
         if _states_elsewhere() != before:
-            self._owner.note_drawn()
+            self._owner.note_lost(
+                "draws from the generator of Python or NumPy, and each call gets the numbers of the first. Draw by "
+                "torch, or pass them as tensors."
+            )
         self.is_random = self.is_random or mode.has_drawn
         return results
 
@@ -161,6 +168,9 @@ class _Site(Region):
         if not self._state.check() or (has_modes and tuple(_modes()) != self._modes):
             return None
         reached = self.reached.tensors()
+        if reached is None and self._other is not None:
+            self._use(self._other)
+            reached = self.reached.tensors()
         if reached is None:
             return None
         found = given + reached
@@ -168,6 +178,22 @@ class _Site(Region):
             return found
         tensors, numbers = once(found)
         return tensors if numbers == self._numbers else None
+
+    def _use(self, reached: Reached) -> None:
+        self.reached, self._other = reached, self.reached
+        self._owners, self._registered = reached.owners, reached.registered
+        self.forget()
+
+    def compare(self) -> None:
+        """Note what others are compared with."""
+        self.likeness = self._modes, self._numbers, self.reached.likeness()
+
+    def serves(self, other: _Site) -> bool:
+        """Whether its programs serve another, whose modules are like its own, and do from now on."""
+        is_like = self._state.check() and self.likeness == other.likeness
+        if is_like:
+            self._use(other.reached)
+        return is_like
 
     def run(self, tensors: list[Tensor], seed: Tensor | None = None) -> Any:
         """The output, for what `now` has found."""
@@ -187,7 +213,7 @@ class _Site(Region):
         return self.output(results, tensors)
 
     def forget(self) -> None:
-        """Hold no more the parameters and buffers of the first call; others may take their places."""
+        """Hold no more the parameters and buffers of the first call: others may take their places, or the modules'."""
         self.reached.registered = self._registered = dict(enumerate(self._registered.values()))
 
     def drawn(self) -> Tensor:
@@ -234,7 +260,7 @@ class CompiledFunction(Generic[_P, _R]):
         self._varying: set[Any] = set()
         self._described: list[tuple[str, Any]] = []
         self._num_described = 0
-        self._has_assigned = self._has_drawn = False
+        self._noted: set[str] = set()
         functools.update_wrapper(self, fn, updated=())
 
     def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -287,6 +313,10 @@ class CompiledFunction(Generic[_P, _R]):
             found = site.now(tensors)
             if found is None:
                 raise RuntimeError("compile: another thread changes what the function reaches.")
+            site.compare()
+            for each in self._sites.get(key, ()):
+                if each.serves(site):
+                    return each.run(found)
             with torch.random.fork_rng([site.device] if site.device.type == "cuda" else []):
                 seed = site.drawn()
             output = site.run(found, seed)
@@ -314,21 +344,12 @@ class CompiledFunction(Generic[_P, _R]):
                 "or keep sizes fixed" if self.settings.dynamic else "keep sizes fixed, or use dynamic=True",
             )
 
-    def note_assigned(self, names: list[str]) -> None:
-        """Say once that what the function assigns is lost."""
-        if names and not self._has_assigned:
-            self._has_assigned = True
-            _log.warning("compile: %s assigns %s, which no program does: it keeps its value.", self._name(), names[0])
-
-    def note_drawn(self) -> None:
-        """Say once that numbers which the function draws outside of torch are those of the trace."""
-        if not self._has_drawn:
-            self._has_drawn = True
-            _log.warning(
-                "compile: %s draws from the generator of Python or NumPy, and each call gets the numbers of the first. "
-                "Draw by torch, or pass them as tensors.",
-                self._name(),
-            )
+    def note_lost(self, what: str) -> None:
+        """Say once what the function does in its trace alone."""
+        kind = what.split()[0]
+        if kind not in self._noted:
+            self._noted.add(kind)
+            _log.warning("compile: %s %s", self._name(), what)
 
     @property
     def graphs(self) -> dict[str, JointGraph]:

@@ -258,3 +258,11 @@ def check_vmap_options(function: str, randomness: str, name: str, number: Any) -
         raise DtypeError(f"{function}: {name} must be an int, got {type(number).__name__}.")
     if number < 1:
         raise ShapeError(f"{function}: {name} must be at least 1, got {number}.")
+
+
+def no_torchscript() -> LeafError:
+    """The error for a module that no call can lend other parameters."""
+    return LeafError(
+        "a module of TorchScript (torch.jit.script or trace) is reached, which runs outside of Python and cannot be "
+        "given the parameters of one call. Use the original module."
+    )

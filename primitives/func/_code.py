@@ -30,10 +30,10 @@ def is_opaque(x: types.FunctionType) -> bool:
 
 
 def is_of_users(x: Any) -> bool:
-    """Whether `x` is a class or a module of Python outside of installed packages."""
-    if not issubclass(type(x), (type, types.ModuleType)):
+    """Whether `x` is a class, a function or a module of Python outside of installed packages."""
+    if not issubclass(type(x), (type, types.FunctionType, types.ModuleType)):
         return False
-    name = getattr(x, "__module__" if issubclass(type(x), type) else "__name__", None)
+    name = getattr(x, "__name__" if issubclass(type(x), types.ModuleType) else "__module__", None)
     return isinstance(name, str) and not _is_installed(name.split(".")[0])
 
 
@@ -50,7 +50,7 @@ _LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "primitives", "triton
 def runs_unnamed(name: str, x: types.FunctionType) -> bool:
     """Whether a member of a class is a user's operator, index, or the like, which code runs without its name."""
     is_special = name.startswith("__") and name.endswith("__") and name not in _ASIDE
-    return is_special and not _is_installed((x.__module__ or "").split(".")[0])
+    return is_special and is_of_users(x)
 
 
 def members(kind: type) -> dict[str, Any]:

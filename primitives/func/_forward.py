@@ -44,6 +44,7 @@ def jvp(
 ) -> tuple[_R, _R, _Aux]: ...  # fmt: skip
 
 
+@eager_after_break
 def jvp(
     func: Callable[..., Any],
     primals: tuple[Any, ...],
@@ -82,15 +83,7 @@ def jvp(
         >>> pr.func.jvp(lambda tree: {"y": tree["x"] ** 3}, ({"x": torch.tensor(2.0)},), ({"x": torch.tensor(1.0)},))
         ({'y': tensor(8.)}, {'y': tensor(12.)})
     """
-    return _jvp(func, primals, tangents, strict, has_aux, {"namespace": namespace, "is_leaf": is_leaf})
-
-
-@eager_after_break
-def _jvp(
-    func: Callable[..., Any], primals: tuple[Any, ...], tangents: tuple[Any, ...], strict: bool, has_aux: bool,
-    options: dict[str, Any],
-) -> Any:  # fmt: skip
-    call = primals_call("jvp", func, primals, options, has_aux=has_aux)
+    call = primals_call("jvp", func, primals, {"namespace": namespace, "is_leaf": is_leaf}, has_aux=has_aux)
     call.differentiated(range(call.num_args))
     flat_tangents = call.match("tangents", tangents).values()
     outputs, output_tangents, aux = torch.func.jvp(  # type: ignore[misc] - as long as has_aux says
@@ -113,6 +106,7 @@ def hvp(
 ) -> tuple[_Primals, _Aux]: ...  # fmt: skip
 
 
+@eager_after_break
 def hvp(
     func: Callable[..., Any],
     primals: tuple[Any, ...],
@@ -155,15 +149,7 @@ def hvp(
         >>> pr.func.hvp(lambda a, tree: a**2 * tree["b"], primals, (torch.tensor(1.0), None))
         (tensor(10.), None)
     """
-    return _hvp(func, primals, tangents, has_aux, {"namespace": namespace, "is_leaf": is_leaf})
-
-
-@eager_after_break
-def _hvp(
-    func: Callable[..., Any], primals: tuple[Any, ...], tangents: tuple[Any, ...], has_aux: bool,
-    options: dict[str, Any],
-) -> Any:  # fmt: skip
-    call = primals_call("hvp", func, primals, options, has_aux=has_aux)
+    call = primals_call("hvp", func, primals, {"namespace": namespace, "is_leaf": is_leaf}, has_aux=has_aux)
     by_position = call.match("tangents", tangents, some=True)
     if not by_position:
         raise TreeError("hvp: tangents must hold a tensor, got none.")
@@ -185,6 +171,7 @@ def _hvp(
     return call.with_aux((product,), aux)
 
 
+@eager_after_break
 def linearize(
     func: Callable[..., _R], *primals: Any, namespace: str = "", is_leaf: Callable[[Any], bool] | None = None
 ) -> tuple[_R, Callable[..., _R]]:
@@ -216,12 +203,7 @@ def linearize(
         >>> output, jvp_fn({"x": torch.tensor(1.0)}), jvp_fn({"x": torch.tensor(2.0)})
         (tensor(8.), tensor(12.), tensor(24.))
     """
-    return _linearize(func, primals, {"namespace": namespace, "is_leaf": is_leaf})
-
-
-@eager_after_break
-def _linearize(func: Callable, primals: tuple, options: dict[str, Any]) -> tuple[Any, Callable[..., Any]]:
-    call = primals_call("linearize", func, primals, options)
+    call = primals_call("linearize", func, primals, {"namespace": namespace, "is_leaf": is_leaf})
     call.differentiated(range(call.num_args))
 
     def differentiable(*tensors: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:

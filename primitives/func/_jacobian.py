@@ -60,7 +60,9 @@ def jacrev(
         {'square': {'a': tensor([[2., 0.],
                 [0., 4.]])}}
     """
-    return _matrix("jacrev", func, argnums, has_aux, randomness, chunk_size, namespace=namespace, is_leaf=is_leaf)
+    check_vmap_options("jacrev", randomness, "chunk_size", chunk_size)
+    arguments = argnums, has_aux, randomness, chunk_size
+    return transformed("jacrev", func, _jacobian, *arguments, namespace=namespace, is_leaf=is_leaf)
 
 
 def jacfwd(
@@ -84,7 +86,9 @@ def jacfwd(
         (tensor([[3., 0.],
                 [0., 3.]]), tensor([1., 2.]))
     """
-    return _matrix("jacfwd", func, argnums, has_aux, randomness, chunk_size, namespace=namespace, is_leaf=is_leaf)
+    check_vmap_options("jacfwd", randomness, "chunk_size", chunk_size)
+    arguments = argnums, has_aux, randomness, chunk_size
+    return transformed("jacfwd", func, _jacobian, *arguments, namespace=namespace, is_leaf=is_leaf)
 
 
 def hessian(
@@ -114,12 +118,6 @@ def hessian(
     check_vmap_options("hessian", randomness, "chunk_size", chunk_size)
     keywords: dict[str, Any] = {"randomness": randomness, "namespace": namespace, "is_leaf": is_leaf}
     return jacfwd(jacrev(func, argnums, **keywords), argnums, chunk_size=chunk_size, **keywords)
-
-
-def _matrix(function: str, func: Callable, *arguments: Any, **options: Any) -> Callable[..., Any]:
-    """The function that a transform returns; its own arguments are checked at once."""
-    check_vmap_options(function, arguments[2], "chunk_size", arguments[3])
-    return transformed(function, func, _jacobian, *arguments, **options)
 
 
 @eager_after_break

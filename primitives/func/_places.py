@@ -17,7 +17,9 @@ from primitives.func._code import is_of_users
 from primitives.func._values import is_a, is_constant, items_of
 
 CELL = "a variable of the closure"
-CONTAINERS = (list, dict, set, collections.deque)
+# No version counts the entries of these, nor the order of the last, which `move_to_end` changes.
+UNCOUNTED = (list, set, collections.deque, collections.OrderedDict)
+CONTAINERS = (dict, *UNCOUNTED)
 
 
 class Place(NamedTuple):

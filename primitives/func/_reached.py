@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import array
-import collections
 import contextlib
 import functools
 import gc
 import inspect
+import itertools
 import operator
 import sys
 import types
@@ -19,9 +18,9 @@ from torch import Tensor, nn
 from torch._C._dynamo.guards import dict_version
 from torch.utils.data import Dataset
 
-from primitives._core.errors import LeafError
 from primitives.func import _code
-from primitives.func._places import CELL, CONTAINERS, Place, has_attributes, key_of, next_of
+from primitives.func._calls import no_torchscript
+from primitives.func._places import CELL, CONTAINERS, UNCOUNTED, Place, has_attributes, key_of, next_of
 from primitives.func._values import (
     MISSING,
     are_same,
@@ -29,19 +28,19 @@ from primitives.func._values import (
     is_a,
     is_at_home,
     is_constant,
+    is_small_array,
     items_of,
     number_of,
     numbers_of,
+    renumbered,
     serves,
 )
 from primitives.tracing._modules.lending import guard_of
 
 # Attributes of every module, in which it keeps others; those that a call reads.
-_REGISTRIES = frozenset(vars(nn.Module()))
+_REGISTRIES = frozenset(vars(nn.Module())) - {"training"}
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _READ_REGISTRIES = ("_parameters", "_buffers", "_modules", *_HOOKS)
-# Arrays are compared in each call, up to this size.
-_MANY_BYTES = 4096
 _code_of = operator.attrgetter("__code__")
 _Cache = type(functools.lru_cache(repr))
 
@@ -62,8 +61,7 @@ class Reached:
         self._deeply, self._takes = deeply, takes
         self.modules: list[nn.Module] = []
         self.places: list[Place] = []
-        # Variables that lead on, or are constants, with values; functions; arrays with their bytes; containers;
-        # dictionaries of objects, Python modules and classes, with the names that count.
+        # Variables with values, functions, arrays with bytes, containers, dictionaries with the names that count.
         self._links: list[tuple[Place, Any]] = []
         self._functions: dict[types.FunctionType, None] = {}
         self._arrays: list[tuple[Any, bytes]] = []
@@ -88,14 +86,11 @@ class Reached:
         if any(isinstance(owner, torch.jit.ScriptModule) for owner in self.owners):
             raise no_torchscript()
         self.registered: dict[Any, list[tuple[nn.Module, str, str]]] = {}
-        for owner in self.owners:
-            for registry in ("_parameters", "_buffers"):
-                for name, value in getattr(owner, registry).items():
-                    if value is not None:
-                        self.registered.setdefault(value, []).append((owner, registry, name))
-        # No version counts the entries of these, nor the order of the last, which `move_to_end` changes.
-        kinds = *(kind for kind in CONTAINERS if kind is not dict), collections.OrderedDict
-        self._lists: list[Any] = [x for x in self._containers.values() if is_a(x, kinds)]
+        for owner, registry in itertools.product(self.owners, ("_parameters", "_buffers")):
+            for name, value in getattr(owner, registry).items():
+                if value is not None:
+                    self.registered.setdefault(value, []).append((owner, registry, name))
+        self._lists: list[Any] = [x for x in self._containers.values() if is_a(x, UNCOUNTED)]
         self._types = [*map(type, self.owners)]
         # A guard of dictionaries, modules and dictionaries, versions, entries of lists, parameters and buffers.
         self._seen: tuple[Any, list[Any], list[int], list[Any], list[Tensor]] = None, [], [-1], [], []
@@ -108,8 +103,7 @@ class Reached:
         seen = self._walked = {}
         while stack:
             x = stack.pop()
-            key = key_of(x)
-            if key not in seen:
+            if (key := key_of(x)) not in seen:
                 seen[key] = x
                 # An object that raises where it is looked at is left alone.
                 with contextlib.suppress(Exception):
@@ -132,7 +126,7 @@ class Reached:
                 return []
             self._own.update(_code.names_in(x.__code__))
             self._written |= _code.written_in(x.__code__)
-            self._holders += [x] * self._deeply
+            self._holders += [x] * (self._deeply and _code.is_of_users(x))
             return self._variables(x)
         found = next_of(x)
         if has_attributes(x) or (self._deeply and _code.is_of_users(x)):
@@ -142,8 +136,8 @@ class Reached:
             self._objects.update({id(each): (each, self._names) for each in x.param_groups})
         if is_a(x, CONTAINERS) and id(x) not in self._objects:
             self._containers[id(x)] = x
-        if self._deeply and (is_a(x, (bytearray, array.array)) or hasattr(type(x), "__array_interface__")):
-            self._arrays += [(x, memoryview(x).tobytes())] * (memoryview(x).nbytes <= _MANY_BYTES)
+        if self._deeply and is_small_array(x):
+            self._arrays.append((x, memoryview(x).tobytes()))
         return found
 
     def _named(self) -> list[Any]:
@@ -190,7 +184,7 @@ class Reached:
                 (space,) = gc.get_referents(vars(base))
                 self._classes[id(space)] = space, self._names | named
                 values = [Place(base, name) for name, y in space.items() if not hasattr(type(y), "__get__")]
-                found += self._chosen([x for x in values if not x.key.startswith("__")], self._names, written)
+                found += self._chosen(values, self._names, written)
         return found
 
     def _of_object(self, x: Any, written: set[str]) -> list[Any]:
@@ -200,12 +194,12 @@ class Reached:
         names = self._read[type(x)] if is_module else self._names
         found: list[Any] = [Place(x, y) for y in self._slots.get(type(x), ())]
         if is_a(attributes, dict):
-            pairs = [(name, y) for name, y in attributes.items() if not is_constant(y)]
+            pairs = [(k, y) for k, y in attributes.items() if not ((is_module and k in _REGISTRIES) or is_constant(y))]
             if not is_module:
                 self._objects[id(attributes)] = attributes, names
             else:
                 kinds = object if self._deeply else (torch.Tensor, tuple, *CONTAINERS)
-                pairs = [(name, y) for name, y in pairs if name not in _REGISTRIES and is_a(y, kinds)]
+                pairs = [(name, y) for name, y in pairs if is_a(y, kinds)]
                 found += [Place(x, name) for name, y in pairs if is_a(y, torch.Tensor)]
             found += self._chosen([Place(x if is_module else attributes, name) for name, _ in pairs], names, written)
         return found
@@ -220,7 +214,8 @@ class Reached:
         variables = x.__globals__
         if variables.get("__name__") != "__main__":
             self._objects.setdefault(id(variables), (variables, set()))[1].update(_code.globals_in(x.__code__))
-        self._functions[x] = None
+        if _code.is_of_users(x):
+            self._functions[x] = None
         cells = zip(x.__code__.co_freevars, (Place(cell, CELL) for cell in x.__closure__ or ()), strict=True)
         if (x.__module__ or "").startswith("primitives."):
             # Thousands of objects lie behind these, and none is a user's.
@@ -339,6 +334,18 @@ class Reached:
         num = len(self.owners)
         return [*map(dict_version, map(vars, objects[:num])), *map(dict_version, objects[num:])]
 
+    def likeness(self) -> Any:
+        """What is equal for modules of one structure that hold the same values, in the same places."""
+        unread = self._written - self._names
+        owners = [numbers_of(vars(x), vars(x).keys() - _REGISTRIES - unread) for x in self.owners]
+        links = [(place.key, [id(x)] if is_a(x, torch.Tensor) else number_of(x)) for place, x in self._links]
+        arrays = [(id(x), held) for x, held in self._arrays]
+        places = [[(id(owner), *others) for owner, *others in each] for each in self.registered.values()]
+        registries = (x for owner in self.owners for name, x in vars(owner).items() if name in _REGISTRIES)
+        reached = enumerate((*self._walked.values(), *self.owners, *registries))
+        numbers = {id(x): (type(x), k) for k, x in reached if is_a(x, nn.Module) or type(x) in CONTAINERS}
+        return renumbered([owners, links, arrays, places, [place.key for place in self.places], self._state], numbers)
+
     def described(self) -> list[tuple[str, Any]]:
         """Variables that are constants, and training modes, with names."""
         pairs = [(place.key, value) for place, value in self._links]
@@ -348,7 +355,7 @@ class Reached:
         return [*constants, ("training", [owner.training for owner in self.owners])]
 
     @contextlib.contextmanager
-    def restoring(self, say: Callable[[list[str]], None]) -> Iterator[None]:
+    def restoring(self, say: Callable[[str], None]) -> Iterator[None]:
         """Context after which variables, attributes and entries are as before; `say` gets names of others."""
         places = [*(place for place, _ in self._links if not isinstance(place.holder, Place)), *self._kept]
         links = [(place, place.get()) for place in places]
@@ -376,7 +383,8 @@ class Reached:
             for each, name, x in others:
                 each.pop(name) if x is MISSING else each.update({name: x})
             names = [*(str(place.key) for place, _ in changed), *(name for _, name, _ in others)]
-            say([*names, *(f"an entry of a {type(each).__name__}" for each, _ in filled)])
+            for name in [*names, *(f"an entry of a {type(each).__name__}" for each, _ in filled)]:
+                say(f"assigns {name}, which no program does: it keeps its value.")
 
     @contextlib.contextmanager
     def holding(self, values: Sequence[Tensor]) -> Iterator[None]:
@@ -390,11 +398,3 @@ class Reached:
         finally:
             for place, original in zip(outermost, originals, strict=True):
                 place.put(original)
-
-
-def no_torchscript() -> LeafError:
-    """The error for a module that no call can lend other parameters."""
-    return LeafError(
-        "a module of TorchScript (torch.jit.script or trace) is reached, which runs outside of Python and cannot be "
-        "given the parameters of one call. Use the original module."
-    )

@@ -85,6 +85,7 @@ def _grad(given: tuple, argnums: Any, has_aux: bool) -> Any:
     return call.with_aux((gradient,), aux) if call.function == "grad" else (gradient, call.with_aux((value,), aux))
 
 
+@eager_after_break
 def vjp(
     func: Callable[..., Any],
     *primals: Any,
@@ -123,12 +124,7 @@ def vjp(
         >>> vjp_fn({"product": torch.tensor(1.0)})
         (tensor(3.), tensor(2.))
     """
-    return _vjp(func, primals, has_aux, {"namespace": namespace, "is_leaf": is_leaf})
-
-
-@eager_after_break
-def _vjp(func: Callable, primals: tuple, has_aux: bool, options: dict[str, Any]) -> Any:
-    call = primals_call("vjp", func, primals, options, has_aux=has_aux)
+    call = primals_call("vjp", func, primals, {"namespace": namespace, "is_leaf": is_leaf}, has_aux=has_aux)
     argnums = tuple(range(len(primals)))
     call.differentiated(argnums, some=False)
     outputs, flat_vjp_fn, aux = torch.func.vjp(call.flat, *call.tensors, has_aux=True)  # type: ignore[misc] - as long as has_aux says

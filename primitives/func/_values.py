@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import enum
 import numbers
 import operator
@@ -13,6 +14,7 @@ from primitives.func._code import is_of_users
 from primitives.tracing._torch_private import FunctionalTensor
 
 MISSING = object()
+_MANY_BYTES = 4096
 # With all numbers, those of numpy too, the constants: programs are told apart by what they print.
 _NUMBERS = frozenset({bool, int, float, complex, str, bytes, range, type(None), torch.device, torch.dtype})
 
@@ -37,7 +39,14 @@ def _parts(x: Any) -> list[Any]:
 
 def is_constant(x: Any) -> bool:
     """Whether it is a number, a text or the like, or a tuple of such."""
-    return all(type(y) in _NUMBERS or is_a(y, (tuple, numbers.Number, enum.Enum)) for y in _parts(x))
+    kinds = tuple, numbers.Number, enum.Enum
+    return type(x) in _NUMBERS or all(type(y) in _NUMBERS or is_a(y, kinds) for y in _parts(x))
+
+
+def is_small_array(x: Any) -> bool:
+    """Whether `x` is an array which is compared in each call."""
+    is_array = is_a(x, (bytearray, array.array)) or hasattr(type(x), "__array_interface__")
+    return is_array and memoryview(x).nbytes <= _MANY_BYTES
 
 
 def serves(x: Any, y: Any) -> bool:
@@ -65,6 +74,13 @@ def _number_of(x: Any) -> Any:
 def numbers_of(values: dict[Any, Any], names: set[str] | None) -> list[Any]:
     """What tells the entries of a dictionary from others: those of these names."""
     return [(key, number_of(x)) for key, x in values.items() if names is None or key in names]
+
+
+def renumbered(x: Any, numbers: dict[int, Any]) -> Any:
+    """Numbers of values, with others for identities of objects."""
+    if is_a(x, (list, tuple)):
+        return [renumbered(y, numbers) for y in x]
+    return numbers.get(x, x) if type(x) is int else x
 
 
 def items_of(x: Any) -> list[tuple[Any, Any]]:

@@ -51,7 +51,7 @@ CHANGES = {
     "tuple": (lambda m: setattr(m, "pair", (3.0, m.pair[1])), 1),
     "tuple that grows": (lambda m: setattr(m, "pair", (*m.pair, 1.0)), 1),
     "tensor in a tuple": (lambda m: setattr(m, "pair", (2.0, m.pair[1] * 2)), 0),
-    "module": (lambda m: m.hidden.__setitem__(0, nn.Linear(3, 1).double()), 1),
+    "module": (lambda m: m.hidden.__setitem__(0, nn.Linear(3, 1).double()), 0),
     "what forward does not read": (Weighted.train_step, 0),
 }
 
