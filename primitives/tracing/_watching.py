@@ -96,8 +96,16 @@ def _index_fill(x: Any, dim: int, index: Any, value: Any) -> Any:
     return torch.where(mask, torch.fill(x, value), x)
 
 
+def _one_hot(index: Any, num_classes: int = -1) -> Any:
+    """As torch composes it in a trace; in a transform it does not see the trace, and asks for the values."""
+    if num_classes < 1 or index.dtype != torch.int64:
+        return F.one_hot(index, num_classes)
+    return (index.unsqueeze(-1) == torch.arange(num_classes, device=index.device)).long()
+
+
 _COMPOSED = {
     F.dropout: _dropout,
+    F.one_hot: _one_hot,
     torch.index_fill: _index_fill,
     torch.Tensor.index_fill: _index_fill,
     torch.Tensor.index_fill_: lambda x, *args, **kwargs: x.copy_(_index_fill(x, *args, **kwargs)),

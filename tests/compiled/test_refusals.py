@@ -132,6 +132,12 @@ def test_values_of_constants_may_be_asked():
     same(traced(plainly(torch.trace)), traced(torch.trace))
     same(plainly(lambda x: x[(torch.arange(4) > 1).nonzero()[:, 0]])(X), X[2:])
 
+    # Torch leaves its look at the classes out in a trace, which it does not see in a transform.
+    def of_classes(x):
+        return torch.func.jvp(lambda x: F.one_hot(x.argmax(1), num_classes=3) * x.exp(), (x,), (x,))[1]
+
+    same(plainly(of_classes)(X), of_classes(X))
+
     # It checks signs of variances, which it clamps anyway.
     loss = torch.nn.GaussianNLLLoss()
     same(plainly(loss)(X, X.sin(), X.square()), loss(X, X.sin(), X.square()))
