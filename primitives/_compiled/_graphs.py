@@ -210,6 +210,7 @@ def joint_graph(
         from torch._inductor.decomposition import select_decomp_table
 
         table = {**select_decomp_table(), **DECOMPOSITIONS, **FACTORED}
+        __import__("torch._inductor.lowering")  # The decomposition of max_pool2d reads it, and imports it nowhere.
         _asked_ahead()
     with _outside_everything(), torch.inference_mode(False), tracing_a_program(), subclasses_made(), _unlogged():
         blanks = tuple(

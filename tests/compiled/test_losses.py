@@ -155,6 +155,7 @@ def test_inductor_reads_behind_a_scatter():
     same(*(torch.autograd.grad(f(x), x) for f in (pr.compile(function), function)))
 
 
+@pytest.mark.nightly
 def test_inductor_reads_a_scatter_in_a_loop_with_a_sum():
     """As an average of torch's own that is differentiated twice does, in ConvNeXt; `torch.compile` raises for it."""
 

@@ -6,6 +6,8 @@ import functools
 import logging
 import os
 import pickle
+import subprocess
+import sys
 import threading
 import time
 
@@ -111,6 +113,17 @@ def test_threads_and_processes():
                 os._exit(0 if torch.allclose(compiled(X[:3]), net(X[:3]).sum()) else 1)
             os._exit(1)
         assert os.waitpid(child, 0)[1] == 0
+
+
+@pytest.mark.nightly
+def test_the_first_program_of_a_process_may_pool():
+    """A decomposition of torch reads a module of Inductor that it does not import."""
+    script = """
+import torch, primitives as pr
+x = torch.rand(1, 1, 4, 4)
+torch.testing.assert_close(pr.compile(torch.nn.functional.max_pool2d)(x, 2), torch.nn.functional.max_pool2d(x, 2))
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
 
 
 def test_a_call_waits_for_a_thread_that_traces_with_its_module():
