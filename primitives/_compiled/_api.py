@@ -56,13 +56,13 @@ def compile(
     step takes two, the forward pass, and the backward pass from what the first has saved. A derivative of a backward
     pass computes again, once per order. So compile the whole loss where it holds derivatives, rather than the model.
 
-    Python runs once per program. There is one for each set of sizes, strides, dtypes and devices of tensors, for each
-    set of constants among the arguments, and for the state of torch that changes results: grad mode, autocast, default
-    dtype. Modules, variables of the closure and of globals, and attributes of objects that code names, are looked up at
-    each call: their tensors are arguments of the programs, and another value of a variable or an attribute, or a module
-    of another structure, gets programs of its own. Random numbers are drawn anew in each call from the state that
-    `torch.manual_seed` sets, and are other ones than those of the uncompiled function. Inside `torch.compile`, and
-    inside any trace, `fn` itself runs.
+    Python runs once per program; twice where `fn` writes to a view, or raises. There is one for each set of sizes,
+    strides, dtypes and devices of tensors, for each set of constants among the arguments, and for the state of torch
+    that changes results: grad mode, autocast, default dtype. Modules, variables of the closure and of globals, and
+    attributes of objects that code names, are looked up at each call: their tensors are arguments of the programs, and
+    another value of a variable or an attribute, or a module of another structure, gets programs of its own. Random
+    numbers are drawn anew in each call from the state that `torch.manual_seed` sets, and are other ones than those of
+    the uncompiled function. Inside `torch.compile`, and inside any trace, `fn` itself runs.
 
     Args:
         fn: Function of pytrees, or a module; without it the result is a decorator. What it writes to buffers of

@@ -18,9 +18,9 @@ from torch._C import _functorch  # type: ignore[attr-defined] - no stub
 from torch._functorch.compile_utils import fx_graph_cse
 from torch.autograd import forward_ad
 
-from primitives._compiled._graphs import Settings, compiling, cut, joint_graph, program_of
+from primitives._compiled._graphs import Settings, compiling, joint_graph, program_of
 from primitives._compiled._recorded import Guarded, Recording
-from primitives._compiled._simplified import absent_results, from_the_start, of_any_strides, read_by_offset
+from primitives._compiled._simplified import absent_results, cut, from_the_start, of_any_strides, read_by_offset
 from primitives._core.errors import MissingRuleError
 from primitives._core.recomputation import Batched, Derived, Pullback, Pushforward, Recomputable
 from primitives.tracing import JointGraph

@@ -149,6 +149,8 @@ class _Site(Region):
         """Tensors of the output, then new values of buffers."""
         from primitives.tracing import PhiloxState, rng_mode
 
+        if self._out_treespec is None and (trace := until_traced.get()) is not None:
+            trace.push(self._forget_failed)
         *tensors, seed = given
         state = PhiloxState(seed, torch.zeros_like(seed))
         before = _states_elsewhere()
@@ -161,6 +163,11 @@ class _Site(Region):
             )
         self.is_random = self.is_random or mode.has_drawn
         return results
+
+    def _forget_failed(self, kind: type[BaseException] | None, *_: Any) -> None:
+        """At the end of a trace: after an error another one is the first."""
+        if kind is not None:
+            self._out_treespec, self._changed = None, []
 
     def now(self, given: list[Tensor]) -> list[Tensor] | None:
         """Each tensor of the arguments and of what is reached, or `None` if these, or torch's state, are other ones."""

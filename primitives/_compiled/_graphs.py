@@ -15,7 +15,7 @@ import os
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -33,7 +33,6 @@ from primitives._compiled._simplified import (
     of_any_strides,
     simplify,
     with_plain_zeros,
-    without_zeros,
 )
 from primitives._core.errors import LeafError
 from primitives._core.inductor import tracing_a_program
@@ -46,7 +45,7 @@ from primitives.tracing._sizes import bindings, bound_sizes
 from primitives.tracing._subclasses.made_inside import subclasses_made
 from primitives.tracing._torch_private import GraphModule, is_wrapper_subclass
 
-__all__ = ["Program", "Settings", "compiling", "cut", "joint_graph", "program_of"]
+__all__ = ["Program", "Settings", "compiling", "joint_graph", "program_of"]
 
 # What ends with the trace that runs.
 until_traced: contextvars.ContextVar[contextlib.ExitStack | None] = contextvars.ContextVar("until_traced", default=None)
@@ -59,7 +58,10 @@ os.register_at_fork(after_in_child=_LOCK._at_fork_reinit)  # type: ignore[attr-d
 
 @dataclasses.dataclass
 class Settings:
-    """The wishes of a user, and the programs that came of them, with names of tensors whose sizes are numbers."""
+    """The wishes of a user, and the programs that came of them, with names of tensors whose sizes are numbers.
+
+    `writes` says whether the function writes to tensors of which there are views.
+    """
 
     backend: Any
     options: dict[str, Any]
@@ -67,6 +69,7 @@ class Settings:
     fixed: set[str] = dataclasses.field(default_factory=set)
     programs: list[Program] = dataclasses.field(default_factory=list)
     graphs: dict[str, JointGraph] = dataclasses.field(default_factory=dict)
+    writes: bool = False
 
     def layouts_of(self, fakes: Sequence[Any], tensors: Sequence[Any]) -> list[Any]:
         """For each tensor, what makes one of its strides, or of its order of axes; `None` for those of the trace."""
@@ -196,9 +199,7 @@ def joint_graph(
     """The joint graph of a function for these sizes, with gradients of those `wanted`."""
     for label, x in zip(names, tensors, strict=True):
         if x.layout != torch.strided or not (type(x) in _PLAIN or _functorch.is_functorch_wrapped_tensor(x)):
-            advice = (
-                "Pass its parts, or compile what runs on them; for a DTensor, or a model in FSDP, use torch.compile."
-            )
+            advice = "Pass its parts, or compile what runs on them; for a DTensor or a model in FSDP, torch.compile."
             if x.layout == torch.strided and not is_wrapper_subclass(x):
                 advice = "Pass x.as_subclass(torch.Tensor), and make the other type inside where it is needed."
             raise LeafError(
@@ -221,56 +222,26 @@ def joint_graph(
         pairs = zip(blanks, is_fixed, strict=True)
         axes = [[] if fixed else [k for k, n in enumerate(x.shape) if n > 1] for x, fixed in pairs]
         given, call = Leaves.of(blanks, (*names,), ""), lambda *xs: tuple(function(*xs))
+        may_be_plain = not settings.writes and not any(axes) and all(x.device.type == "cpu" for x in blanks)
         joint: Any = None
-        # Some operators want numbers for sizes: they get a program for each set of them.
-        for symbols in (axes, [[] for _ in axes]):
+        while joint is None:
             try:
                 with contextlib.ExitStack() as stack:
                     stack.callback(until_traced.reset, until_traced.set(stack))
-                    joint = traced("compile", call, given, symbols, table=table, pure=True)
-                break
-            except RuntimeError as error:
-                if not any(symbols) or not (
-                    isinstance(error, UnsupportedOperatorException) or _NO_SYMBOLS in str(error)
-                ):
+                    joint = traced("compile", call, given, axes, table=table, pure=True, functional=not may_be_plain)
+            except Exception as error:
+                if may_be_plain:
+                    _log.debug("compile: %s is traced again, with functionalization: %s", name, error)
+                    settings.writes, may_be_plain = True, False
+                elif any(axes) and (isinstance(error, UnsupportedOperatorException) or _NO_SYMBOLS in str(error)):
+                    # Some operators want numbers for sizes: they get a program for each set of them.
+                    axes = [[] for _ in axes]
+                else:
                     raise
     simplify(joint.module)
     number = sum(key.split(" #")[0] == name for key in settings.graphs)
     settings.graphs[f"{name} #{number + 1}" if number else name] = joint
     return joint
-
-
-def cut(
-    module: fx.GraphModule,
-    inputs: Mapping[str, Any],
-    places: Sequence[int],
-    cotangents: Mapping[str, bool],
-    views: Mapping[str, Sequence[fx.Node]],
-) -> fx.GraphModule | None:
-    """Those results of a graph that are at `places`, as a function of `inputs`, names with values in the trace.
-
-    `views` are inputs of the graph that nodes of another one make of `inputs`.
-    `cotangents` that are not given stand for zeros; `None` where these are needed and have symbols for sizes.
-    """
-    graph, nodes, made = fx.Graph(), {}, {}
-    by_name = {node.name: node for node in module.graph.find_nodes(op="placeholder")}
-    for name, value in inputs.items():
-        nodes[by_name.get(name, name)] = made[name] = graph.placeholder(name)
-        made[name].meta["val"] = value
-    for name, chain in views.items():
-        for node in chain:
-            nodes[by_name[name]] = made[node.name] = graph.node_copy(node, lambda x: made[x.name])
-    results: Any = graph.graph_copy(module.graph, nodes)
-    graph.output([results[k] for k in places])
-    graph.eliminate_dead_code()
-    given = {node: cotangents[node.name] for node in graph.nodes if node.name in cotangents}
-    absent = {node for node, is_given in given.items() if not is_given}
-    if not without_zeros(graph, absent, given.keys() - absent):
-        return None
-    for node in graph.find_nodes(op="placeholder"):
-        if node.name not in inputs:
-            graph.erase_node(node)
-    return GraphModule(module, graph)
 
 
 def program_of(
@@ -304,14 +275,14 @@ def program_of(
 def _lifted(module: fx.GraphModule, mode: Any) -> list[Tensor]:
     """Make inputs of the tensors from elsewhere that a graph reads, so that writes to them are seen."""
     inputs: dict[Any, fx.Node] = {}
-    first = next(node for node in module.graph.nodes if node.op != "placeholder")
+    last = module.graph.find_nodes(op="placeholder")[-1]
     for node in module.graph.find_nodes(op="get_attr"):
         value, is_literal = getattr(module, str(node.target)), all(user.target is _LITERAL for user in node.users)
         if not isinstance(value, torch.Tensor) or is_literal:
             continue
         if node.target not in inputs:
-            with module.graph.inserting_before(first):
-                inputs[node.target] = module.graph.placeholder(f"constant_{len(inputs)}")
+            with module.graph.inserting_after(last):
+                last = inputs[node.target] = module.graph.placeholder(f"constant_{len(inputs)}")
             inputs[node.target].meta["val"] = mode.from_tensor(value, static_shapes=True)
         node.replace_all_uses_with(inputs[node.target])
         module.graph.erase_node(node)

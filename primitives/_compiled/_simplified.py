@@ -6,7 +6,7 @@ import contextlib
 import copy
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any
 from unittest import mock
 
@@ -24,13 +24,13 @@ __all__ = [
     "DECOMPOSITIONS",
     "FACTORED",
     "absent_results",
+    "cut",
     "from_the_start",
     "inductor_mended",
     "of_any_strides",
     "read_by_offset",
     "simplify",
     "with_plain_zeros",
-    "without_zeros",
 ]
 
 _aten = torch.ops.aten
@@ -79,7 +79,7 @@ def simplify(module: fx.GraphModule) -> None:
     """
     graph = module.graph
     _map_arguments(graph, _apart)
-    without_zeros(graph, {node for node in graph.nodes if node.meta.get(ZERO)})
+    _without_zeros(graph, {node for node in graph.nodes if node.meta.get(ZERO)})
     for node in graph.find_nodes(op="call_function", target=_PERMUTE):
         (x, axes), num = node.args, len(node.args[1])
         if x.target is _PERMUTE:
@@ -94,7 +94,7 @@ def simplify(module: fx.GraphModule) -> None:
     module.recompile()
 
 
-def without_zeros(graph: fx.Graph, zeros: Set[fx.Node], moving: Set[fx.Node] | None = None) -> bool:
+def _without_zeros(graph: fx.Graph, zeros: Set[fx.Node], moving: Set[fx.Node] | None = None) -> bool:
     """Leave out what is zero with `zeros`, in place; `False` where sizes that are symbols keep some of it.
 
     `moving` are the other inputs in which, as in `zeros`, all is linear that depends on any.
@@ -127,6 +127,39 @@ def without_zeros(graph: fx.Graph, zeros: Set[fx.Node], moving: Set[fx.Node] | N
             node.replace_all_uses_with(made)
     graph.eliminate_dead_code()
     return not symbolic
+
+
+def cut(
+    module: fx.GraphModule,
+    inputs: Mapping[str, Any],
+    places: Sequence[int],
+    cotangents: Mapping[str, bool],
+    views: Mapping[str, Sequence[fx.Node]],
+) -> fx.GraphModule | None:
+    """Those results of a graph that are at `places`, as a function of `inputs`, names with values in the trace.
+
+    `views` are inputs of the graph that nodes of another one make of `inputs`.
+    `cotangents` that are not given stand for zeros; `None` where these are needed and have symbols for sizes.
+    """
+    graph, nodes, made = fx.Graph(), {}, {}
+    by_name = {node.name: node for node in module.graph.find_nodes(op="placeholder")}
+    for name, value in inputs.items():
+        nodes[by_name.get(name, name)] = made[name] = graph.placeholder(name)
+        made[name].meta["val"] = value
+    for name, chain in views.items():
+        for node in chain:
+            nodes[by_name[name]] = made[node.name] = graph.node_copy(node, lambda x: made[x.name])
+    results: Any = graph.graph_copy(module.graph, nodes)
+    graph.output([results[k] for k in places])
+    graph.eliminate_dead_code()
+    given = {node: cotangents[node.name] for node in graph.nodes if node.name in cotangents}
+    absent = {node for node, is_given in given.items() if not is_given}
+    if not _without_zeros(graph, absent, given.keys() - absent):
+        return None
+    for node in graph.find_nodes(op="placeholder"):
+        if node.name not in inputs:
+            graph.erase_node(node)
+    return GraphModule(module, graph)
 
 
 def absent_results(graph: fx.Graph) -> frozenset[int]:

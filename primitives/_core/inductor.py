@@ -83,6 +83,15 @@ def _show(
         return mode.__torch_dispatch__(overload, types, args, kwargs)
 
     torch.library.register_torch_dispatch(name, FunctionalTensorMode, rule, lib=library)
+    _shown[name] = shown
+
+
+_shown: dict[str, Callable[..., Any]] = {}
+
+
+def shown_in_a_program(func: Any) -> Callable[..., Any] | None:
+    """What a graph gets to see of an operator, a function `(types, args, kwargs)`; `None` for most."""
+    return _shown.get(func.name())
 
 
 def register_inductor_lowering(rules: RuleTable, library: torch.library.Library) -> None:
@@ -115,9 +124,10 @@ def register_inductor_write(qualified_name: str, write: Callable[..., None], lib
 # That of a number stays: torch marks it as a number, and reads a number with memory where a trace has no data.
 def _zeros(types: Sequence[type], args: tuple, kwargs: dict[str, Any]) -> Any:
     zeros = torch.zeros(*args, **kwargs) if args[0] else NotImplemented
-    if isinstance(zeros, FunctionalTensor) and getattr(_thread, "is_tracing", False):
+    if zeros is not NotImplemented and getattr(_thread, "is_tracing", False):
         mode: Any = get_proxy_mode()
-        slot: Any = get_proxy_slot(torch._from_functional_tensor(zeros.elem), mode.tracer)
+        inner = torch._from_functional_tensor(zeros.elem) if isinstance(zeros, FunctionalTensor) else zeros
+        slot: Any = get_proxy_slot(inner, mode.tracer)
         slot.proxy.node.meta[ZERO] = True
     return zeros
 

@@ -27,7 +27,7 @@ from primitives.func._reached import Reached
 from primitives.tracing._memory import bottom, refuse_sharing
 from primitives.tracing._modules.lending import attributes_kept, is_lending, running
 from primitives.tracing._recompute import replaying_checkpoints, replays
-from primitives.tracing._torch_private import has_data_mutation, is_functional
+from primitives.tracing._torch_private import has_data_mutation
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -232,7 +232,7 @@ def once(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[int]]:
 
 def _is_written(x: Tensor, version: int) -> bool:
     """Whether `x` was written to since it had this version; functionalization counts some writes by itself."""
-    return x._version > version or (is_functional(x) and has_data_mutation(x))
+    return x._version > version or has_data_mutation(x)
 
 
 def _may_be_differentiated(x: Tensor) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from primitives.func._code import is_of_users
-from primitives.tracing._torch_private import FunctionalTensor
+from primitives.tracing._torch_private import FakeTensor, FunctionalTensor
 
 MISSING = object()
 _MANY_BYTES = 4096
@@ -26,7 +26,7 @@ def is_a(x: Any, kinds: Any) -> bool:
 
 def is_at_home(x: Any) -> bool:
     """Whether it is a tensor, and not what another thread traces with in its place."""
-    return isinstance(x, torch.Tensor) and not isinstance(x, FunctionalTensor)
+    return isinstance(x, torch.Tensor) and not isinstance(x, (FakeTensor, FunctionalTensor))
 
 
 def _parts(x: Any) -> list[Any]:

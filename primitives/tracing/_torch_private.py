@@ -92,8 +92,8 @@ def record_as(copy: Tensor, x: Tensor) -> None:
     mode: Any = proxy_tensor.get_proxy_mode()
     slot = proxy_tensor.get_proxy_slot(plain(x), mode.tracer)
     proxy_tensor.set_proxy_slot(plain(copy), mode.tracer, slot)
-    # Views are of the memory of the copy.
-    slot.proxy.node.meta["val"] = plain(copy)
+    with unrecorded():  # views are of the memory of the copy
+        slot.proxy.node.meta["val"] = plain(copy).detach()
 
 
 @contextlib.contextmanager
@@ -172,8 +172,8 @@ def plain(x: Any) -> Any:
 
 
 def has_data_mutation(x: Any) -> bool:
-    """Whether the values of a functional tensor were written to."""
-    return _of_tracers()[1].has_data_mutation(x)
+    """Whether the values of a tensor in a trace were written to."""
+    return _of_tracers()[1].has_data_mutation(x) if is_functional(x) else getattr(x, "is_written", False)
 
 
 is_in_a_transform = _functorch.is_functorch_wrapped_tensor
@@ -190,6 +190,11 @@ def functional_world() -> Any:
     mode: Any = functional_tensor.FunctionalTensorMode()
     mode.copied = set()
     return mode
+
+
+def is_functionalizing() -> bool:
+    """Whether a functional world is around."""
+    return _C._get_dispatch_mode(_C._TorchDispatchModeKey.FUNCTIONAL) is not None  # type: ignore[attr-defined] - no stub
 
 
 @functools.cache

@@ -172,6 +172,8 @@ class Recorder:
         self._stacks: dict[int, str] = {}
         self._is_forward, self._is_again = True, False
         self._refusal: Exception | None = None
+        # In a graph of a program, nothing writes.
+        self._is_plain = function == "compile" and not torch_private.is_functionalizing()
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
@@ -231,6 +233,8 @@ class Recorder:
             )
         if node.op != "call_function" or torch_private.schema_of(func) is None:
             return
+        if self._is_plain and _written_slots(func):
+            raise MutationError(f"{func} writes in place.")
         if not is_first and is_random(func) and not draws_nothing(arguments_of(func, node.args, node.kwargs)):
             raise TraceError(
                 f"{self._function}: the backward pass draws random numbers by {func}, at {current_line()}, and a "

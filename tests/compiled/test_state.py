@@ -3,6 +3,7 @@
 import copy
 import functools
 import random
+import types
 
 import numpy as np
 import pytest
@@ -249,6 +250,14 @@ class Constants:
 KNOWS_CONSTANTS = pytest.mark.skipif(
     torch.__version__ < (2, 13), reason="functionalization of older versions raises for constants that are watched"
 )
+
+
+def test_constants_that_are_not_found_are_read_where_they_are():
+    holder = types.SimpleNamespace(shift0=SHIFT.clone(), shift1=SHIFT + 1)
+    step = plainly(lambda x: torch.addcmul(x, *(getattr(holder, f"shift{i}") for i in range(2))))
+    for _ in range(2):
+        same(step(X), X + holder.shift0 * holder.shift1)
+        holder.shift1 *= 2
 
 
 @KNOWS_CONSTANTS

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from primitives._core.errors import DeviceError, LeafError, MutationError, ShapeError, TraceError, check_arguments
 from primitives._core.trees.overlay import spread
 from primitives.decompositions import decomposition_table
 from primitives.tracing import _torch_private as torch_private
-from primitives.tracing._errors import current_line, typed_errors
+from primitives.tracing._errors import typed_errors
 from primitives.tracing._graph.joint_graph import JointGraph
 from primitives.tracing._graph.rewriting import COTANGENT, ROLE, SEED, TAG, identifier, tidied
 from primitives.tracing._graph.signature import Signature
@@ -26,10 +24,11 @@ from primitives.tracing._joint.create import (
     run_joint,
     takes_cotangent,
 )
+from primitives.tracing._joint.writes import Functional, Plain
 from primitives.tracing._leaves import Leaves
 from primitives.tracing._memory import is_dense, is_wrapped, memories, refuse_sharing
 from primitives.tracing._random.rng import PhiloxState, rng_mode
-from primitives.tracing._watching import constant_written, written_by
+from primitives.tracing._watching import constant_written
 
 _FUNCTION = "trace_joint"
 _STATE_NAMES = ("forward_seed", "forward_offset", "backward_seed", "backward_offset")
@@ -115,12 +114,13 @@ def trace_joint(
 def traced(
     function: str, fn: Callable[..., Any], given: Leaves, axes: Sequence[Sequence[int]], *, no_cotangents: bool = False,
     functionalize_rng: bool = False, table: dict[Any, Any] | None = None, device: torch.device | str | None = None,
-    pure: bool = False,
+    pure: bool = False, functional: bool = True,
 ) -> JointGraph:  # fmt: skip
     """The joint graph of `fn` at the leaves `given`, which may all be constants, with symbols for the sizes of `axes`.
 
     With `pure`, `fn` must not write to what it is given, what it returns shares no memory with that, and cotangents are
-    contiguous.
+    contiguous. Where `fn` writes to none but its own memory, and makes no views of that before, the trace may be
+    without functionalization, which is faster: unless `functional`.
     """
     places = tuple(i for i, x in enumerate(given.values) if isinstance(x, torch.Tensor))
     tensors = [given.values[i] for i in places]
@@ -139,9 +139,11 @@ def traced(
     signature = Signature(constants, places, functionalize_rng)
 
     def flat(*tensors: Tensor) -> tuple[Any, ...]:
+        if not functional:
+            return tuple(_run(function, fn, signature, no_cotangents, tensors, set(), pure, functional))
         with torch_private.functional_world() as world:
             wrapped = [torch_private.wrapped(x) for x in tensors]
-            results = _run(function, fn, signature, no_cotangents, wrapped, world.copied, pure)
+            results = _run(function, fn, signature, no_cotangents, wrapped, world.copied, pure, functional)
             return tuple(map(torch_private.plain, results))
 
     states = _STATE_NAMES * functionalize_rng
@@ -165,66 +167,9 @@ def traced(
     return JointGraph(tidied(module, names, cotangent_names, len(places)), signature, mode)
 
 
-class _Constants(torch_private.TorchDispatchMode):
-    """Tensors from elsewhere are wrapped, too: what is made of them may be written to, and they may not."""
-
-    supports_higher_order_operators = True
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.refusal: tuple[Tensor, str] | None = None
-        # Where each piece of memory was first written to.
-        self.lines: dict[int, str] = {}
-        self._constants: dict[int, tuple[Tensor, Any]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
-        """The call."""
-        if torch_private.needs_values(func):
-            # Inside operators: `torch.cov` asks whether its number of samples is too small.
-            given = [x for x in torch_private.leaves_of(args, kwargs) if isinstance(x, torch.Tensor)]
-            values = [*map(torch_private.constant_value, given)]
-            if all(x is not None for x in values):
-                found = iter(values)
-                known: Any = torch_private.mapped_tensors(torch.Tensor, lambda _: next(found), (args, kwargs or {}))
-                with torch_private.without_modes():
-                    return func(*known[0], **known[1])
-            if any(frame.f_code is _ASKS_FOR_SIGNS for frame, _ in traceback.walk_stack(None)):
-                # Whether a variance is negative: it clamps them all the same.
-                return False
-        writes = written_by(func, args, kwargs or {})
-        for number in {number for x in writes if isinstance(x, torch.Tensor) for number in memories(x)}:
-            self.lines.setdefault(number, current_line())
-        if _MAY_WRAP_CONSTANTS and not writes and func not in _LIFTS:
-            args, kwargs = torch_private.mapped_constants(self._wrapped, (args, kwargs or {}))
-        # It has a say in calls of the user, not in those of autograd.
-        with torch_private.without_functions():
-            if func in _LERPS_IN_PLACE:
-                # Its fake kernel prints tensors on the way: that raises in forward mode, and leaves autograd off.
-                result = args[0].copy_(torch.lerp(*args))
-            else:
-                result = torch_private.called(func, args, kwargs or {})
-        if writes and self.refusal is None:
-            written = [x for x, y in self._constants.values() if torch_private.has_data_mutation(y)]
-            self.refusal = (written[0], current_line()) if written else None
-        return result
-
-    def _wrapped(self, x: Tensor) -> Any:
-        if id(x) not in self._constants:
-            self._constants[id(x)] = x, torch_private.wrapped(x)
-        return self._constants[id(x)][1]
-
-
-# Before torch 2.13 functionalization refuses what the tracer does not know; copies of constants are read there alone.
-_MAY_WRAP_CONSTANTS = torch.__version__ >= "2.13"
-_ASKS_FOR_SIGNS = F.gaussian_nll_loss.__code__
-_LERPS_IN_PLACE = (torch.ops.aten.lerp_.Tensor, torch.ops.aten.lerp_.Scalar)
-# What makes tensors of literals of a program.
-_LIFTS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default, torch.ops.aten.lift.default)
-
-
 def _run(
     function: str, fn: Callable[..., Any], signature: Signature, no_cotangents: bool, args: Sequence[Tensor],
-    copied: set[int], pure: bool,
+    copied: set[int], pure: bool, functional: bool,
 ) -> list[Any]:  # fmt: skip
     """Outputs, forward state, gradients, backward state of flat tensors; fills the signature."""
     places, given = signature.places, signature.primals
@@ -236,18 +181,18 @@ def _run(
     states = args[len(places) :]
     random = [rng_mode(PhiloxState(*pair)) for pair in (states[:2], states[2:]) if pair]
     results: list[Any] = []
-    constants = _Constants()
+    calls = Functional() if functional else Plain([*leaves, *used])
 
     def cotangents_of(outs: Leaves) -> tuple[Leaves, list[Tensor | None]]:
-        if constants.refusal is not None:
-            raise constant_written(function, *constants.refusal)
+        if calls.refusal is not None:
+            raise constant_written(function, *calls.refusal)
         signature.mutated = tuple(
             i
             for i, (_, *geometry) in before.items()
             if torch_private.has_data_mutation(used[i]) or geometry != [used[i].shape, used[i].stride()]
         )
         if pure:
-            lines = [constants.lines[n] for i in signature.mutated for n in memories(used[i]) if n in constants.lines]
+            lines = [calls.lines[n] for i in signature.mutated for n in memories(used[i]) if n in calls.lines]
             _refuse_writes(function, given, signature.mutated, lines)
             outs = outs._replace(values=_apart(outs.values, [used[i] for i in places]))
         written = {i for i in places if i in signature.mutated or not copied.isdisjoint(memories(used[i]))}
@@ -277,7 +222,7 @@ def _run(
             _stand_in(y, layout, is_loss=no_cotangents) if i in taken else None for i, y in enumerate(outs.values)
         ]
 
-    with constants:
+    with calls:
         _, bars = run_joint(function, fn, given, leaves, used, cotangents_of, captures=False, modes=random)
     signature.gradient_places = tuple(i for i, bar in enumerate(bars) if bar is not None)
     if pure:
