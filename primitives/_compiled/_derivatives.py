@@ -31,10 +31,10 @@ Tensors = tuple[Tensor, ...]
 
 __all__ = ["SEED", "Compiled", "Joint", "Resumed"]
 
-# The name of the argument that random numbers are drawn from.
-SEED = "random.seed"
+SEED = "random.seed"  # the argument that random numbers are drawn from
 
 _MANY_SIZES = 1000
+_is_wrapped = _functorch.is_functorch_wrapped_tensor
 _OLDER_VMAP = _C._dispatch_key_parse("VmapMode")
 
 
@@ -49,8 +49,8 @@ def _in_a_vmap() -> bool:
 
 
 def _has_its_memory(x: Any) -> bool:
-    """Whether its numbers are those in memory: compiled code reads no flags, and ends the process at a zero tensor."""
-    return not (isinstance(x, torch.Tensor) and (x.is_neg() or x._is_zerotensor() or x.is_conj()))
+    """Whether compiled code may read it, which knows no flags, no zero tensors, and no tensors made in transforms."""
+    return not (isinstance(x, torch.Tensor) and (x.is_neg() or x._is_zerotensor() or x.is_conj() or _is_wrapped(x)))
 
 
 def _as_read(x: Tensor) -> Tensor:

@@ -64,6 +64,7 @@ def test_flags_of_tensors_are_read():
     def reading(module, fakes):
         def run(*values):
             assert not any(x.is_neg() or x.is_conj() or x._is_zerotensor() for x in values)
+            assert all(x.data_ptr() for x in values)
             return module(*values)
 
         return run
@@ -76,6 +77,11 @@ def test_flags_of_tensors_are_read():
     x = X.clone().requires_grad_()
     zeros = torch._efficientzerotensor(X.shape, dtype=X.dtype)
     same(torch.autograd.grad(compiled(x), x, zeros), torch.zeros_like(x))
+    # What a cache was filled with in a transform is a tensor of that, which has ended.
+    kept = []
+    torch.func.grad(lambda x: (kept.append(torch.ones(3)), x.sum())[1])(X)
+    product = pr.compile(lambda x: x * kept[0], backend=reading)
+    same(torch.autograd.grad(product(x).sum(), x), torch.ones_like(x))
 
 
 class Scaled:
