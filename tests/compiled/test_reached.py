@@ -4,6 +4,7 @@ import array
 import collections
 import copy
 import functools
+import itertools
 import logging
 import sys
 import types
@@ -286,3 +287,54 @@ def test_a_module_of_the_same_structure_takes_the_programs_of_another():
     net = target
     num_programs = len(step.settings.programs)
     check(num_programs + 2)
+
+
+class Tied(nn.Module):
+    def __init__(self, names):
+        super().__init__()
+        for k, name in enumerate("abc"):
+            setattr(self, name, nn.Parameter(data(3, seed=k)))
+        setattr(self, names[0], getattr(self, names[1]))
+
+    def forward(self, x):
+        return x * self.a + x * self.b * 2 + x * self.c * 4
+
+
+def _with(net, **values):
+    for name, value in values.items():
+        setattr(net, name, value)
+    return net
+
+
+def test_modules_that_differ_in_what_is_seen_take_programs_of_their_own():
+    scale, net, number = 1.0, Gated(), 0
+
+    def loss(x):
+        return net(x) * scale * getattr(net, f"rate{number}")
+
+    step = plainly(loss)
+    for rate, factor in itertools.product((1.0, 2.0), (1.0, 2.0)):
+        net, scale = _with(Gated(), rate0=rate), factor
+        same(gradients(net, step(X).sum()), gradients(net, loss(X).sum()))
+    assert len(step.settings.programs) == 8
+
+
+def test_modules_that_differ_in_what_is_tied():
+    net = Tied("ab")
+    step = plainly(lambda x: net(x))
+    for names in ("ab", "bc", "ac", "ab", "bc"):
+        net = Tied(names)
+        same(gradients(net, step(X).sum()), gradients(net, net(X).sum()))
+    assert len(step.settings.programs) == 6
+
+
+def test_two_modules_in_turns_are_looked_at_once(monkeypatch):
+    first, second = Gated().eval(), Gated().eval()
+    net, found = first, []
+    step = plainly(lambda x: net(x))
+    look = Reached._walk
+    monkeypatch.setattr(Reached, "_walk", lambda self, roots: (found.append(self), look(self, roots)))
+    for _ in range(3):
+        for net in (first, second):
+            same(step(X), net(X))
+    assert len(found) == 2
