@@ -71,3 +71,16 @@ def test_writes_to_memory_of_its_own(function, num_runs):
         return gradient, *torch.autograd.grad(gradient.square().sum(), x)
 
     same(penalty(step), penalty(function))
+
+
+def test_zero_gradients_of_numbers():
+    x = torch.tensor(0.7, requires_grad=True)
+
+    def penalty(f):
+        (gradient,) = torch.autograd.grad(f(x).square(), x, create_graph=True)
+        return torch.autograd.grad(gradient.square(), x)
+
+    def loss(x):
+        return nn.functional.l1_loss(1.0 * x, torch.tensor(0.3))
+
+    same(penalty(plainly(loss)), penalty(loss), 1e-6)
