@@ -58,6 +58,8 @@ def serves(x: Any, y: Any) -> bool:
 
 def number_of(x: Any) -> Any:
     """What tells a value from another, where no place does: that of a constant, the identity of an object."""
+    if type(x) in _NUMBERS:
+        return type(x), hex(x) if type(x) is int else repr(x)
     return [_number_of(y) for y in _parts(x)]
 
 
