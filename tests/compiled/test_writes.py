@@ -44,6 +44,12 @@ def view(x):
     return y
 
 
+def transposed(x):
+    y = x * 1
+    y.t_()
+    return y @ x
+
+
 def literal(x):
     y = torch.tensor(2.0).clone().mul_(3)
     return x * y.item()
@@ -51,7 +57,7 @@ def literal(x):
 
 @pytest.mark.parametrize(
     "function, num_runs",
-    [(own, 1), (alias, 1), (statistics, 1), (view_before, 2), (view, 2), (literal, 2)],
+    [(own, 1), (alias, 1), (statistics, 1), (view_before, 2), (view, 2), (transposed, 2), (literal, 2)],
 )
 def test_writes_to_memory_of_its_own(function, num_runs):
     """Where others see the memory, Python runs twice."""
