@@ -159,7 +159,7 @@ class Plain(_Mode):
         # A fake tensor with a value is one of a literal, and would keep it.
         if known is None or y is None or any(each.constant is not None for each in known):  # type: ignore[attr-defined] - fakes
             raise MutationError(f"{func} writes to memory that others see.")
-        if _kind(x) != _kind(y) or memories(x) == memories(y):
+        if _kind(x) != _kind(y):
             raise MutationError(f"{func} changes more than numbers.")
         for each in known:
             _record(each, y)
