@@ -50,6 +50,13 @@ def transposed(x):
     return y @ x[3:]
 
 
+def memory_of_another(x):
+    y, z = torch.empty_like(x), (x * 2).detach()
+    y.detach_().set_(z)
+    z.mul_(3)
+    return x * y
+
+
 def literal(x):
     y = torch.tensor(2.0).clone().mul_(3)
     return x * y.item()
@@ -57,7 +64,16 @@ def literal(x):
 
 @pytest.mark.parametrize(
     "function, num_runs",
-    [(own, 1), (alias, 1), (statistics, 1), (view_before, 2), (view, 2), (transposed, 2), (literal, 2)],
+    [
+        (own, 1),
+        (alias, 1),
+        (statistics, 1),
+        (view_before, 2),
+        (view, 2),
+        (transposed, 2),
+        (memory_of_another, 2),
+        (literal, 2),
+    ],
 )
 def test_writes_to_memory_of_its_own(function, num_runs):
     """Where others see the memory, Python runs twice."""

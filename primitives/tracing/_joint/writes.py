@@ -180,7 +180,8 @@ def _allocates(func: Any) -> bool:
 def _returning(func: Any) -> Any:
     """The operator that returns what `func` writes to its first argument; `None` if torch has none."""
     schema = torch_private.schema_of(func)
-    if not schema.name.endswith("_") or len(schema.returns) != 1:
+    # After `set_` a tensor has the memory of another, which the operator that returns it does not say.
+    if not schema.name.endswith("_") or len(schema.returns) != 1 or schema.name == "aten::set_":
         return None
     namespace, name = schema.name.split("::")
     return getattr(getattr(getattr(torch.ops, namespace), name[:-1], None), func._overloadname, None)
