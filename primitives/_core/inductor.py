@@ -123,7 +123,8 @@ def register_inductor_write(qualified_name: str, write: Callable[..., None], lib
 # tangent of a weight is such a tensor as soon as a linear layer of a sequence is inside a `jvp` that is differentiated.
 # That of a number stays: torch marks it as a number, and reads a number with memory where a trace has no data.
 def _zeros(types: Sequence[type], args: tuple, kwargs: dict[str, Any]) -> Any:
-    zeros = torch.zeros(*args, **kwargs) if args[0] else NotImplemented
+    # Without the copy for autograd that `torch.zeros` returns.
+    zeros = torch.ops.aten.zeros.default(*args, **kwargs) if args[0] else NotImplemented
     if zeros is not NotImplemented and getattr(_thread, "is_tracing", False):
         mode: Any = get_proxy_mode()
         inner = torch._from_functional_tensor(zeros.elem) if isinstance(zeros, FunctionalTensor) else zeros
