@@ -164,7 +164,12 @@ def traced(
     refuse_sharing(function, primal_names, tensors, signature.alone)
     names = [*map(identifier, primal_names), *states]
     cotangent_names = [*map(identifier, signature.outs._replace(roots="cotangents").labels(signature.with_cotangent))]
-    return JointGraph(tidied(module, names, cotangent_names, len(places)), signature, mode)
+    module = tidied(module, names, cotangent_names, len(places))
+    values = [] if functional else [node.meta.get("val") for node in module.graph.nodes]
+    if any(x.device.type == "meta" for x in values if isinstance(x, torch.Tensor)):
+        # Autograd has taken a fake tensor for that which it wraps, in the zero of a number.
+        raise TraceError(f"{function}: a gradient is on another device.")
+    return JointGraph(module, signature, mode)
 
 
 def _run(
