@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, ParamSpec, TypeVar
 from unittest import mock
 
-import optree
 import torch
 from torch import _C, Tensor
 from torch._C._dynamo.guards import GlobalStateGuard
@@ -22,6 +21,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 from torch.overrides import _get_current_function_mode_stack, _pop_mode_temporarily
 
+from primitives._compiled._arguments import kind_of, number, taken_apart, unhashable
 from primitives._compiled._derivatives import SEED, Compiled
 from primitives._compiled._graphs import Settings, compiling, until_traced
 from primitives._core.errors import LeafError, TraceError
@@ -136,7 +136,7 @@ class _Site(Region):
 
     def _returned(self, results: list[Any]) -> list[Any]:
         """Sizes as numbers: what is not a tensor is given back in each call as it was in the first."""
-        return [_number(y) for y in results]
+        return [number(y) for y in results]
 
     def _lender(self) -> contextlib.ExitStack | None:
         # A backward pass runs hooks and backward methods, which read modules and variables, too.
@@ -278,19 +278,19 @@ class CompiledFunction(Generic[_P, _R]):
         if _C._len_torch_function_stack() and any(isinstance(x, Guard) for x in _get_current_function_mode_stack()):
             with _without_guards():
                 return self(*args, **kwargs)
-        leaves, treespec = _taken_apart(args, kwargs)
+        leaves, treespec = taken_apart(args, kwargs)
         tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
         if len(tensors) < len(leaves):
             constants = [x for x in leaves if not isinstance(x, torch.Tensor)]
             if registered(constants, ARGUMENTS):
                 return self(*args, **kwargs)
-        kinds = treespec, *[_kind(x, self.settings.dynamic) for x in leaves]
+        kinds = treespec, *[kind_of(x, self.settings.dynamic) for x in leaves]
         try:
             is_varying = bool(self._varying) and kinds in self._varying
-            key = (treespec, *[_kind(x, False) for x in leaves]) if is_varying else kinds
+            key = (treespec, *[kind_of(x, False) for x in leaves]) if is_varying else kinds
             sites = self._sites.get(key, ())
         except TypeError:
-            raise _unhashable(fn, args, kwargs) from None
+            raise unhashable(fn, args, kwargs) from None
         try:
             for site in sites:
                 found = site.now(tensors)
@@ -310,7 +310,7 @@ class CompiledFunction(Generic[_P, _R]):
     def _first(self, key: Any, args: tuple, kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
         """The first call of its kind; the site is kept if it succeeds."""
         if any(isinstance(x, Iterator) for x in Leaves.of((args, kwargs), "", ARGUMENTS).values):
-            raise _unhashable(self.__wrapped__, args, kwargs)  # type: ignore[attr-defined] - set by update_wrapper
+            raise unhashable(self.__wrapped__, args, kwargs)  # type: ignore[attr-defined] - set by update_wrapper
         with compiling():
             # Another thread was first, or had lent what is reached to its trace.
             for site in self._sites.get(key, ()):
@@ -372,35 +372,3 @@ class CompiledFunction(Generic[_P, _R]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return CompiledFunction, (self.__wrapped__, self.settings.fresh())  # type: ignore[attr-defined] - as above
-
-
-def _number(x: Any) -> Any:
-    kinds = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
-    return kinds[type(x)](x) if type(x) in kinds else x
-
-
-def _taken_apart(args: Any, kwargs: dict[str, Any]) -> tuple[Sequence[Any], Any]:
-    """The leaves of the arguments, and what tells one tree from another: tensors alone are counted, at once."""
-    if not kwargs and all(isinstance(x, torch.Tensor) for x in args):
-        return args, len(args)
-    return optree.tree_flatten((args, kwargs), namespace=ARGUMENTS)  # type: ignore[arg-type] - any tree
-
-
-def _kind(x: Any, is_dynamic: bool) -> Any:
-    """What must be the same of a leaf of the arguments where a site serves."""
-    if not isinstance(x, torch.Tensor):
-        # By its text a zero has its sign, and NaN is equal to itself.
-        return type(x), repr(x) if isinstance(x, (float, complex)) else x
-    # With others a function may return another tree, write to other buffers, and draw numbers or not.
-    return () if is_dynamic else (x.shape, x.dtype, x.requires_grad)
-
-
-def _unhashable(fn: Any, args: tuple, kwargs: dict[str, Any]) -> LeafError:
-    given = Leaves.of_arguments(fn, args, kwargs, ARGUMENTS)
-    found = [i for i, x in enumerate(given.values) if type(x).__hash__ is None or isinstance(x, Iterator)]
-    what = f"{given.label(found[0])} must be" if found else "each argument must be"
-    kind = type(given.values[found[0]]).__name__ if found else "one that has no hash"
-    return LeafError(
-        f"compile: {what} a tensor, a hashable constant, a dataclass or a container that optree takes apart, got "
-        f"{kind}. Pass arrays as tensors, and list(...) of an iterator; register other classes as nodes."
-    )
