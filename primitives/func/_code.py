@@ -24,6 +24,10 @@ _ASIDE = frozenset({
 })  # fmt: skip
 
 
+# What of torch's reads attributes: distributions, schedules, scalers, and the hooks of older parametrizations.
+READERS = ("torch.distributions.", "torch.optim.lr_scheduler", "torch.amp.", "torch.nn.utils.")
+
+
 def is_opaque(x: types.FunctionType) -> bool:
     """Whether a function is not looked into."""
     return (x.__module__ or "").startswith(("torch.", "primitives._compiled.", "logging"))

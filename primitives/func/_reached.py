@@ -39,7 +39,7 @@ from primitives.tracing._modules.lending import guard_of
 
 # Attributes of every module, in which it keeps others; those that a call reads.
 _REGISTRIES = frozenset(vars(nn.Module())) - {"training"}
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _READ_REGISTRIES = ("_parameters", "_buffers", "_modules", *_HOOKS)
 _code_of = operator.attrgetter("__code__")
 _Cache = type(functools.lru_cache(repr))
@@ -119,10 +119,10 @@ class Reached:
             self.modules.append(x)
             self._holders += owners
             self._read = {**{type(owner): set() for owner in owners}, **self._read}
-            hooks = _HOOKS if self._deeply else ()
-            return [each for owner in owners for name in hooks for each in vars(owner)[name].values()]
+            return [each for owner in owners for name in _HOOKS * self._deeply for each in vars(owner)[name].values()]
         if is_a(x, types.FunctionType):
             if _code.is_opaque(x):
+                self._own.update(_code.names_in(x.__code__) if x.__module__.startswith(_code.READERS) else ())
                 return []
             self._own.update(_code.names_in(x.__code__))
             self._written |= _code.written_in(x.__code__)
@@ -173,7 +173,7 @@ class Reached:
         runs = _code.runs_unnamed if not issubclass(kind, Dataset) else lambda *_: False
         methods = {} if issubclass(kind, nn.Module) else _code.members(kind)
         # Torch calls methods of any names.
-        is_rule = issubclass(kind, torch.autograd.Function)
+        is_rule = issubclass(kind, (torch.autograd.Function, torch.distributions.Distribution))
         named = {name for name, y in methods.items() if name in self._names or is_rule or runs(name, y)}
         found: list[Any] = [methods[name] for name in named if is_a(methods[name], types.FunctionType)]
         slots = [y for y in methods.values() if is_a(y, types.MemberDescriptorType)]

@@ -153,6 +153,9 @@ class UserCalls(TorchFunctionMode):
             return func(value)
         if func in _INDEXED:
             args = (args[0], _without_masks(args[1]), *args[2:])
+        if func is torch.autograd.grad:
+            # What it frees, the joint graph goes back through: an energy is returned beside its forces.
+            kwargs = {**kwargs, "retain_graph": True}
         if any(isinstance(x, torch.Tensor) and torch_private.is_computed(x) for x in read):
             raise values_needed(self._function, f"{func.__name__}()", current_line())
         return _COMPOSED.get(func, func)(*args, **kwargs)

@@ -328,11 +328,14 @@ def test_a_module_that_returns_energy_and_forces_is_differentiated_by_the_forces
 
         def forward(self, x):
             energy = self.net(x).sum()
-            return energy, -torch.autograd.grad(energy, x, create_graph=True)[0]
+            return energy, -torch.autograd.grad(energy, x, create_graph=self.training)[0]
 
     net = Potential()
     forces = [model(X.clone().requires_grad_())[1] for model in (plainly(net), net)]
     same(*(gradients(net, y.square().sum()) for y in forces))
+    # Torch frees the energy's graph.
+    net.eval()
+    same(*(model(X.clone().requires_grad_()) for model in (plainly(net), net)))
 
 
 def test_a_parametrization_that_is_cached_keeps_nothing_of_the_trace():

@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributions import Normal
+from torch.distributions import kl_divergence as kl
 
 from primitives.func._reached import Reached
 from tests.compiled.support import data, gradients, mlp, plainly, same
@@ -136,7 +138,18 @@ def _changes(monkeypatch):
     small, large, text, number = np.ones(2), np.ones(9)[::2], bytearray(b"\1"), array.array("d", [1.0])
     user, chain, inner, owner = collections.UserDict(a=1.0), collections.ChainMap({"a": 1.0}), {"a": 1.0}, Scaled()
     proxy, reference = types.MappingProxyType(inner), weakref.ref(owner)
-    scaled.factor, layer = 1.0, Layer()
+    scaled.factor, layer, net, normal = 1.0, Layer(), mlp(), Normal(data(3), 1.0)
+    optimizer = torch.optim.SGD(net.parameters())
+    schedule, around = torch.optim.lr_scheduler.ConstantLR(optimizer), functools.partial(setattr, normal, "loc")
+
+    def slope(x):
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad(net(x).sum(), x)
+
+    def hooked(value):
+        net._backward_hooks.clear()
+        net.register_full_backward_hook(lambda net, x_bars, y_bars: (x_bars[0] * value,))
+
     tables = {value: {"a": value} for value in (1.0, 2.0)}
     codes = {1.0: scaled.__code__, 2.0: (lambda x: x * 5.0).__code__}
     methods = {1.0: Made.scaled, 2.0: lambda self, x: x * 7.0}
@@ -159,6 +172,10 @@ def _changes(monkeypatch):
             lambda x: x * getattr(Made, "later", 0.0),
             lambda value: monkeypatch.setattr(Made, "later", value, raising=False),
         ),
+        "backward hook": (slope, hooked),
+        "distribution": (lambda x: normal.log_prob(x), lambda value: around(data(3) + value)),
+        "divergence": (lambda x: kl(normal, Normal(x, 1.0)), lambda value: around(data(3) + value)),
+        "schedule": (lambda x: x * schedule.get_last_lr()[0], lambda value: setattr(schedule, "_last_lr", [value])),
         "import": (imports, lambda value: monkeypatch.setattr(TOOLS, "factor", value)),
     }
 
@@ -173,6 +190,16 @@ def test_changes_of_what_is_not_a_variable(name, num_calls, monkeypatch):
         change(value)
         for _ in range(num_calls):
             same(step(X), function(X))
+
+
+def test_a_hook_of_torch_asks_whether_its_module_is_trained():
+    net = nn.utils.spectral_norm(nn.Linear(3, 3).double())
+    step = plainly(lambda x: net(x))
+    for is_training in (True, False):
+        net.train(is_training)
+        before = net.weight_u.clone()
+        step(X)
+        assert torch.equal(net.weight_u, before) != is_training
     assert len(step.settings.programs) == 2
 
 
