@@ -261,9 +261,15 @@ def _pooled_back(pool: Any, bar: Tensor, x: Tensor, kernel: Any, stride: Any, pa
     return pool(bar, x, kernel, stride, padding, True, True, 1)
 
 
+def _to_dtype(x: Tensor, dtype: torch.dtype, non_blocking: bool = False, copy: bool = False, memory: Any = None) -> Any:
+    """Shorter than the way through autograd for what torch's decompositions ask of each argument."""
+    return x if x.dtype == dtype and not copy and memory is None else NotImplemented
+
+
 # For every backend, and for Inductor alone.
 FACTORED = {_aten._linalg_det.default: _det, _aten._linalg_slogdet.default: _slogdet}
 DECOMPOSITIONS = {
+    _aten.to.dtype: _to_dtype,
     _aten.addmm.default: _product_and_sum,
     _aten.diagonal_scatter.default: _diagonal_of_copy,
     **{pool: functools.partial(_pooled_back, pool) for pool in _AVERAGES},

@@ -29,6 +29,8 @@ _ASKS_FOR_SIGNS = F.gaussian_nll_loss.__code__
 _LERPS_IN_PLACE = (torch.ops.aten.lerp_.Tensor, torch.ops.aten.lerp_.Scalar)
 # They return the same tensor to autograd.
 _ALIASES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
+# Autograd asks them of each tangent; a graph has no use for the answers.
+_QUESTIONS = (torch.ops.aten.is_same_size.default, torch.ops.aten._has_same_storage_numel.default)
 # What makes tensors of literals of a program.
 _LIFTS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default, torch.ops.aten.lift.default)
 
@@ -130,6 +132,9 @@ class Plain(_Mode):
         if func is torch.ops.aten.detach_.default:
             # Only autograd, above, has anything to do.
             return args[0]
+        if func in _QUESTIONS:
+            with torch_private.unrecorded():
+                return func(*args, **kwargs)
         if written_by(func, args, kwargs):
             returning = _returning(func)
             self._becomes(func, args[0], returning and returning(*args, **kwargs))
@@ -137,7 +142,7 @@ class Plain(_Mode):
         return self._noted(func, args, kwargs)
 
     def _noted(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        result = func(*args, **kwargs)
+        result = _alias(*args) if func is torch.ops.aten.alias.default else func(*args, **kwargs)
         for y in torch_private.leaves_of(result):
             if isinstance(y, torch.Tensor) and y.layout == torch.strided:
                 number = torch_private.memory_of(y)
@@ -182,6 +187,18 @@ def _returning(func: Any) -> Any:
         return None
     namespace, name = schema.name.split("::")
     return getattr(getattr(getattr(torch.ops, namespace), name[:-1], None), func._overloadname, None)
+
+
+def _alias(x: Tensor) -> Tensor:
+    """An alias, which autograd makes by the hundred, without a node of its own."""
+    mode: Any = proxy_tensor.get_proxy_mode()
+    slot = proxy_tensor.get_proxy_slot(x, mode.tracer, None)
+    if slot is None:
+        return torch.ops.aten.alias.default(x)
+    with torch_private.unrecorded():
+        y = torch.ops.aten.alias.default(x)
+    proxy_tensor.set_proxy_slot(y, mode.tracer, slot)
+    return y
 
 
 def _record(x: Tensor, y: Tensor) -> None:
