@@ -7,7 +7,6 @@ import functools
 import gc
 import inspect
 import itertools
-import operator
 import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -41,7 +40,6 @@ from primitives.tracing._modules.lending import guard_of
 _REGISTRIES = frozenset(vars(nn.Module())) - {"training"}
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _READ_REGISTRIES = ("_parameters", "_buffers", "_modules", *_HOOKS)
-_code_of = operator.attrgetter("__code__")
 _Cache = type(functools.lru_cache(repr))
 
 
@@ -324,7 +322,7 @@ class Reached:
 
     def _listed(self) -> list[Any]:
         """What decides and is in no dictionary: entries of lists, and code of functions."""
-        found = [*map(_code_of, self._functions)]
+        found = [fn.__code__ for fn in self._functions]
         for each in self._lists:
             found += *each, each
         return found
@@ -363,10 +361,11 @@ class Reached:
         containers = [*self._containers.values(), *self._filled]
         copies = [(each, dict(each.items()) if is_a(each, dict) else [*each]) for each in containers]
         caches = [(x, x.cache_info().misses) for x in self._walked.values() if is_a(x, _Cache)]
+        lent = [(vars(x), {**vars(x)}) for x in self.owners if not type(x).__module__.startswith("torch.")]
         try:
             yield
         finally:
-            # What a trace has put there is of no use.
+            # What a trace has put there is of no use; modules get their attributes back from who has lent them.
             for cache, misses in caches:
                 if cache.cache_info().misses != misses:
                     cache.cache_clear()
@@ -383,6 +382,7 @@ class Reached:
             for each, name, x in others:
                 each.pop(name) if x is MISSING else each.update({name: x})
             names = [*(str(place.key) for place, _ in changed), *(name for _, name, _ in others)]
+            names += [k for now, old in lent for k in now.keys() - _REGISTRIES if now[k] is not old.get(k, MISSING)]
             for name in [*names, *(f"an entry of a {type(each).__name__}" for each, _ in filled)]:
                 say(f"assigns {name}, which no program does: it keeps its value.")
 

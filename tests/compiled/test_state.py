@@ -177,7 +177,7 @@ def test_tensors_that_are_defaults_or_arguments_of_partial_functions(made):
     same(pr.func.checkpoint(fn, X), fn(X))
 
 
-@pytest.mark.parametrize("where", ["object", "global", "closure"])
+@pytest.mark.parametrize("where", ["object", "module", "global", "closure"])
 def test_what_a_function_assigns_is_lost_and_said_once(where, caplog):
     class Counting:
         num = 0
@@ -199,12 +199,15 @@ def test_what_a_function_assigns_is_lost_and_said_once(where, caplog):
         num += 1
         return x.sum()
 
-    counting = Counting()
-    step = plainly({"object": counting.loss, "global": counted, "closure": of_closure}[where])
+    class Module(Counting, torch.nn.Module):
+        forward = Counting.loss
+
+    counting, module = Counting(), Module()
+    step = plainly({"object": counting.loss, "module": module.forward, "global": counted, "closure": of_closure}[where])
     for _ in range(3):
         same(torch.func.jvp(step, (X,), (X,))[0], step(X))
     assert len(step.settings.programs) == 2
-    assert (NUM_CALLS, num, vars(counting)) == (0, 0, {})
+    assert (NUM_CALLS, num, module.num, vars(counting)) == (0, 0, 0, {})
     assert sum("assigns" in record.getMessage() for record in caplog.records) == 1
 
 
