@@ -141,6 +141,10 @@ class _Compiled:
     _forward: Any
     compiled: Any  # a property, since the function would be a method
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Another module of the class, as a slice of a `Sequential` makes one, is not this one compiled."""
+        return cls.__bases__[1](*args, **kwargs)
+
     @property
     def forward(self) -> Any:
         """The module's, compiled; or what was set on the module since."""

@@ -142,6 +142,12 @@ class _Site(Region):
         # A backward pass runs hooks and backward methods, which read modules and variables, too.
         return until_traced.get()
 
+    def _put(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        used = super()._put(tensors)
+        for x, places in zip(used, self._registered.values(), strict=True):
+            x._is_param = places[0][1] == "_parameters"  # type: ignore[attr-defined] - what `isinstance` asks for
+        return used
+
     def _watch(self, known: Sequence[Tensor]) -> contextlib.AbstractContextManager:
         return self.reached.restoring(self._owner.note_lost)
 

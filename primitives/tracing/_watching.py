@@ -103,7 +103,19 @@ def _one_hot(index: Any, num_classes: int = -1) -> Any:
     return (index.unsqueeze(-1) == torch.arange(num_classes, device=index.device)).long()
 
 
+def _deepcopy(x: Any, memo: dict[int, Any]) -> Any:
+    """A leaf, as of a parameter, where the trace holds a tensor with a history in its place."""
+    return memo.setdefault(id(x), x.detach().clone().requires_grad_(x.requires_grad))
+
+
+def _grad(*args: Any, **kwargs: Any) -> Any:
+    """Without freeing what the joint graph goes back through: an energy is returned beside its forces."""
+    return torch.autograd.grad(*args, **{**kwargs, "retain_graph": True})
+
+
 _COMPOSED = {
+    torch.autograd.grad: _grad,
+    torch.Tensor.__deepcopy__: _deepcopy,
     F.dropout: _dropout,
     F.one_hot: _one_hot,
     torch.index_fill: _index_fill,
@@ -153,9 +165,6 @@ class UserCalls(TorchFunctionMode):
             return func(value)
         if func in _INDEXED:
             args = (args[0], _without_masks(args[1]), *args[2:])
-        if func is torch.autograd.grad:
-            # What it frees, the joint graph goes back through: an energy is returned beside its forces.
-            kwargs = {**kwargs, "retain_graph": True}
         if any(isinstance(x, torch.Tensor) and torch_private.is_computed(x) for x in read):
             raise values_needed(self._function, f"{func.__name__}()", current_line())
         return _COMPOSED.get(func, func)(*args, **kwargs)

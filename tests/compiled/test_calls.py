@@ -97,6 +97,8 @@ def test_methods_and_modules_that_are_compiled_twice():
     net = mlp()
     for compiled in (plainly(net), torch.compile(net, backend="eager")):
         same(gradients(net, plainly(compiled)(X).square().sum()), gradients(net, net(X).square().sum()))
+    # A slice is made by the class.
+    same(plainly(net)[:1](X), net[:1](X))
 
 
 def test_a_decorator_with_options():

@@ -55,6 +55,18 @@ def test_modules_by_reference():
     same(model(X.float()), plain(X.float()), 1e-5)
 
 
+def test_parameters_are_parameters_and_have_copies():
+    net = mlp()
+
+    def loss(x):
+        assert all(isinstance(p, nn.Parameter) for p in net.parameters())
+        fast = copy.deepcopy(net)
+        bars = torch.autograd.grad(fast(x).sum(), [*fast.parameters()])
+        return net.get_parameter("0.weight").mul(bars[0]).sum() + (net(x) - fast(x) * 2).square().sum()
+
+    same(*(gradients(net, f(X)) for f in (plainly(loss), loss)))
+
+
 def test_optimizer_steps_are_seen():
     plain, own = mlp(), mlp()
     step = plainly(lambda x: own(x).square().mean())
