@@ -12,7 +12,8 @@ from typing import Any
 from torch import nn
 
 _READS = ("LOAD_GLOBAL", "LOAD_NAME", "IMPORT_NAME")
-_VALUES = ("LOAD_CONST", "LOAD_FAST", "LOAD_DEREF", "LOAD_GLOBAL")
+# The last two are of Python 3.14.
+_VALUES = ("LOAD_CONST", "LOAD_FAST", "LOAD_DEREF", "LOAD_GLOBAL", "LOAD_SMALL_INT", "LOAD_FAST_BORROW")
 # Methods of containers that tell nothing of what these hold.
 _WRITERS = frozenset({"append", "appendleft", "add", "extend", "update", "clear", "insert", "__setitem__"})
 # Methods that make, print, compare or copy an object, of which dataclasses have some that name each attribute.
