@@ -32,6 +32,7 @@ from primitives.func._region import Guard, Region, autocasts, once
 from primitives.tracing import JointGraph
 from primitives.tracing._errors import current_line
 from primitives.tracing._leaves import Leaves
+from primitives.tracing._modules.lending import counting_in
 
 __all__ = ["CompiledFunction"]
 
@@ -100,8 +101,8 @@ class _Site(Region):
                 "compile: the function reaches a DistributedDataParallel, which prepares each backward pass in Python, "
                 "and a program runs no Python. Compile what is inside: DistributedDataParallel(pr.compile(model))."
             )
-        # Derivatives of every order are asked of it.
-        self._is_repaired = True
+        # Derivatives of every order are asked of it, and no counter of a batch norm has a value.
+        self._is_repaired, self._is_lent = True, self._is_lent or bool(counting_in(self._owners))
         self._again = [functools.partial(torch.set_grad_enabled, torch.is_grad_enabled()), _said_to_compile]
         self._again += autocasts(self.tensors, may_cache=False)
         self._state, self._modes = GlobalStateGuard(), tuple(_modes())

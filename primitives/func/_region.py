@@ -115,6 +115,7 @@ class Region(Recomputable):
             results, out_treespec = flattened(self._fn(*inner[0], **inner[1]), RESULTS)
             results = self._returned(results)
             current = [getattr(o, registry).get(name) for (o, registry, name), *_ in self._registered.values()]
+            current = [x if x is None else _functorch.unwrap_if_dead(x) for x in current]
             if not is_first:
                 self._require_same(out_treespec, results)
             else:

@@ -67,6 +67,16 @@ def test_parameters_are_parameters_and_have_copies():
     same(*(gradients(net, f(X)) for f in (plainly(loss), loss)))
 
 
+def test_batch_norms_that_average_over_all_batches():
+    plain, own, moved = (nn.Sequential(nn.BatchNorm1d(3, momentum=None), nn.Tanh()).double() for _ in range(3))
+    model, tangent = plainly(own), plainly(lambda x: torch.func.jvp(moved, (x,), (x,))[0])  # torch's jvp raises
+    for seed in range(3):
+        x = data(6, 3, seed=seed)
+        truth = plain(x)
+        same([model(x), *own.buffers()], [truth, *plain.buffers()])
+        same([tangent(x), *moved.buffers()], [truth, *plain.buffers()])
+
+
 def test_optimizer_steps_are_seen():
     plain, own = mlp(), mlp()
     step = plainly(lambda x: own(x).square().mean())

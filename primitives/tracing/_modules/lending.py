@@ -50,19 +50,16 @@ def _copied(attributes: dict[str, Any]) -> dict[str, Any]:
     return {**attributes, **{name: attributes[name].copy() for name in _REGISTRIES}}
 
 
+def counting_in(owners: Sequence[nn.Module]) -> list[nn.Module]:
+    """Batch norms of torch that will read their counter as a number, to average over all batches."""
+    norms = [x for x in owners if type(x).forward in _FORWARDS_THAT_PASS_MOMENTUM and x.training]
+    return [x for x in norms if x.momentum is None and x.track_running_stats and x.num_batches_tracked is not None]
+
+
 @contextlib.contextmanager
 def running(owners: Sequence[nn.Module]) -> Iterator[None]:
     """Context for a call of modules, within `attributes_kept`: buffers are rebound, and checkpoints replay."""
-    # These modules of torch will read their counter as a number, to average over all batches.
-    counting = [
-        owner
-        for owner in owners
-        if type(owner).forward in _FORWARDS_THAT_PASS_MOMENTUM
-        and owner.momentum is None
-        and owner.training
-        and owner.track_running_stats
-        and owner.num_batches_tracked is not None
-    ]
+    counting = counting_in(owners)
     for owner in counting:
         owner.momentum = BatchWeight(owner)  # type: ignore[assignment] - stands for a float
     mode = _PureMode(owners)
