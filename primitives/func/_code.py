@@ -14,6 +14,8 @@ from torch import nn
 _READS = ("LOAD_GLOBAL", "LOAD_NAME", "IMPORT_NAME")
 # The last two are of Python 3.14.
 _VALUES = ("LOAD_CONST", "LOAD_FAST", "LOAD_DEREF", "LOAD_GLOBAL", "LOAD_SMALL_INT", "LOAD_FAST_BORROW")
+CACHE = type(functools.lru_cache(repr))
+FUNCTIONS = (types.FunctionType, CACHE)
 # Methods of containers that tell nothing of what these hold.
 _WRITERS = frozenset({"append", "appendleft", "add", "extend", "update", "clear", "insert", "__setitem__"})
 # Methods that make, print, compare or copy an object, of which dataclasses have some that name each attribute.
@@ -58,11 +60,11 @@ def runs_unnamed(name: str, x: types.FunctionType) -> bool:
     return is_special and is_of_users(x)
 
 
-def members(kind: type) -> dict[str, Any]:
-    """Functions in a class and in its bases, those of properties included, and slots; not what only makes objects."""
+def members(kind: type) -> list[tuple[str, Any]]:
+    """Functions in a class and in its bases, hidden ones too, as `super` finds them, and slots; not `__init__`."""
     spaces = [vars(base) for base in kind.__mro__[::-1] if base not in nn.Module.__mro__]
-    found = {name: _function_in(x) for space in spaces for name, x in space.items() if name != "__init__"}
-    return {name: x for name, x in found.items() if isinstance(x, (types.FunctionType, types.MemberDescriptorType))}
+    found = [(name, _function_in(x)) for space in spaces for name, x in space.items() if name != "__init__"]
+    return [(name, x) for name, x in found if isinstance(x, (*FUNCTIONS, types.MemberDescriptorType))]
 
 
 def _function_in(x: Any) -> Any:
@@ -70,23 +72,25 @@ def _function_in(x: Any) -> Any:
     return next((found for name in ("fget", "func", "__func__") if (found := getattr(x, name, None)) is not None), x)
 
 
-def read_in(kind: type, names: set[str]) -> tuple[set[str], list[types.FunctionType]]:
+def read_in(kind: type, names: set[str]) -> tuple[set[str], list[Any]]:
     """Names in the methods of a class of modules that `forward` leads to, or code with these names; those methods."""
-    methods = {name: x for name, x in members(kind).items() if isinstance(x, types.FunctionType)}
-    special = [name for name, x in methods.items() if runs_unnamed(name, x)]
+    methods: dict[str, list[Any]] = {}
+    for name, x in members(kind):
+        methods.setdefault(name, []).extend([x] if isinstance(x, FUNCTIONS) else [])
+    special = [name for name, xs in methods.items() if any(runs_unnamed(name, x) for x in xs)]
     found, stack = set(), ["forward", *special, *(names & methods.keys())]
     while stack:
         name = stack.pop()
         if name not in found:
             found.add(name)
-            stack += names_in(inspect.unwrap(methods[name]).__code__) if name in methods else []
-    functions = [methods[name] for name in found & methods.keys() if not is_opaque(methods[name])]
+            stack += [each for x in methods.get(name, ()) for each in names_in(inspect.unwrap(x).__code__)]
+    functions = [x for name in found & methods.keys() for x in methods[name] if not is_opaque(x)]
     return found | names | _hidden_in(kind), functions
 
 
 def puts_names_together(x: types.FunctionType) -> bool:
     """Whether a function may read attributes by names that are not in its code."""
-    return not {"getattr", "vars", "__dict__"}.isdisjoint(names_in(x.__code__))
+    return not {"getattr", "vars", "__dict__"}.isdisjoint(names_in(inspect.unwrap(x).__code__))
 
 
 def _hidden_in(kind: type) -> set[str]:

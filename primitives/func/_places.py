@@ -86,7 +86,7 @@ def next_of(x: Any) -> list[Any]:
     """Where a container, or what stands for something else, leads."""
     if is_a(x, functools.partial):
         has_tensors = any(is_a(arg, (torch.Tensor, tuple)) and not is_constant(arg) for arg in x.args)
-        return [x.func, *([Place(x, "args")] if has_tensors else x.args), *_entries(x.keywords)]
+        return [x.func, *([Place(x, "args")] if has_tensors else x.args), x.keywords]
     if is_a(x, types.MethodType):
         return [x.__self__, x.__func__]
     if is_a(x, CONTAINERS):

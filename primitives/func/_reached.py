@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import inspect
 import itertools
@@ -40,7 +39,6 @@ from primitives.tracing._modules.lending import guard_of
 _REGISTRIES = frozenset(vars(nn.Module())) - {"training"}
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _READ_REGISTRIES = ("_parameters", "_buffers", "_modules", *_HOOKS)
-_Cache = type(functools.lru_cache(repr))
 
 
 class Reached:
@@ -162,19 +160,20 @@ class Reached:
             if any(_code.puts_names_together(x) for x in functions):
                 self._by_text.add(kind)
             self._written.update(*(_code.written_in(inspect.unwrap(each).__code__) for each in functions))
-            found += [x for each in functions for x in self._variables(each)] if self._deeply else []
+            leads = ([each] if is_a(each, _code.CACHE) else self._variables(each) for each in functions)
+            found += [x for each in leads for x in each] if self._deeply else []
         return found
 
     def _of_class(self, kind: type, written: set[str]) -> list[Any]:
         """Methods of a class but of modules, and values in it and its bases, where these are of a user's."""
         # Behind the operators of a data set lie all its tensors.
         runs = _code.runs_unnamed if not issubclass(kind, Dataset) else lambda *_: False
-        methods = {} if issubclass(kind, nn.Module) else _code.members(kind)
+        methods = [] if issubclass(kind, nn.Module) else _code.members(kind)
         # Torch calls methods of any names.
         is_rule = issubclass(kind, (torch.autograd.Function, torch.distributions.Distribution))
-        named = {name for name, y in methods.items() if name in self._names or is_rule or runs(name, y)}
-        found: list[Any] = [methods[name] for name in named if is_a(methods[name], types.FunctionType)]
-        slots = [y for y in methods.values() if is_a(y, types.MemberDescriptorType)]
+        named = {name for name, y in methods if name in self._names or is_rule or runs(name, y)}
+        found: list[Any] = [y for name, y in methods if name in named and is_a(y, _code.FUNCTIONS)]
+        slots = [y for _, y in methods if is_a(y, types.MemberDescriptorType)]
         self._slots[kind] = [y for y in slots if y.__name__ in self._names | written and _code.is_of_users(kind)]
         for base in kind.__mro__ if self._deeply else ():
             if _code.is_of_users(base):
@@ -360,7 +359,7 @@ class Reached:
         attributes = [(each, names | self._written, {**each}) for each, names in self._objects.values()]
         containers = [*self._containers.values(), *self._filled]
         copies = [(each, dict(each.items()) if is_a(each, dict) else [*each]) for each in containers]
-        caches = [(x, x.cache_info().misses) for x in self._walked.values() if is_a(x, _Cache)]
+        caches = [(x, x.cache_info().misses) for x in self._walked.values() if is_a(x, _code.CACHE)]
         lent = [(vars(x), {**vars(x)}) for x in self.owners if not type(x).__module__.startswith("torch.")]
         try:
             yield

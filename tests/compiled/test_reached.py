@@ -33,6 +33,28 @@ class Scaled:
         return x * self.value
 
 
+class Doubled(Scaled):
+    def times(self, x):
+        return super().times(x) * 2
+
+
+class Outer(nn.Module):
+    rate = 1.0
+
+    @staticmethod
+    @functools.lru_cache
+    def ones(size):
+        return torch.ones(size, dtype=X.dtype)
+
+    def forward(self, x):
+        return x * self.rate * self.ones(3)
+
+
+class Inner(Outer):
+    def forward(self, x):
+        return super().forward(x) + 1
+
+
 def _calls(num):
     """How many functions run to look at a list of so many objects, linked one by one."""
     first = last = Scaled()
@@ -150,6 +172,7 @@ def _changes(monkeypatch):
         net._backward_hooks.clear()
         net.register_full_backward_hook(lambda net, x_bars, y_bars: (x_bars[0] * value,))
 
+    doubled, layers, part = Doubled(), Inner(), functools.partial(torch.clamp, max=1.0)
     tables = {value: {"a": value} for value in (1.0, 2.0)}
     codes = {1.0: scaled.__code__, 2.0: (lambda x: x * 5.0).__code__}
     methods = {1.0: Made.scaled, 2.0: lambda self, x: x * 7.0}
@@ -176,6 +199,9 @@ def _changes(monkeypatch):
         "distribution": (lambda x: normal.log_prob(x), lambda value: around(data(3) + value)),
         "divergence": (lambda x: kl(normal, Normal(x, 1.0)), lambda value: around(data(3) + value)),
         "schedule": (lambda x: x * schedule.get_last_lr()[0], lambda value: setattr(schedule, "_last_lr", [value])),
+        "super": (lambda x: doubled.times(x), lambda value: setattr(doubled, "value", value)),
+        "super of a module": (lambda x: layers(x), lambda value: setattr(layers, "rate", value)),
+        "partial": (lambda x: part(5 * x), lambda value: part.keywords.update(max=value)),
         "import": (imports, lambda value: monkeypatch.setattr(TOOLS, "factor", value)),
     }
 
