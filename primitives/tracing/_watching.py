@@ -30,6 +30,7 @@ _VALUES = frozenset(
     getattr(torch.Tensor, name) for name in ("item", "tolist", "__bool__", "__int__", "__float__", "__index__")
 )
 _INDEXED = frozenset({torch.Tensor.__getitem__, torch.Tensor.__setitem__})
+_PUT = frozenset({torch.index_put, torch.Tensor.index_put, torch.Tensor.index_put_})
 # They read tensors inside lists.
 _FACTORIES = frozenset({torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor})
 # Torch's operators of functions, which have first derivatives at most, and what has those of every order.
@@ -163,8 +164,9 @@ class UserCalls(TorchFunctionMode):
         read = args[:1] if reads else torch_private.leaves_of(*lists)
         if func in _VALUES and (value := torch_private.constant_value(args[0])) is not None:
             return func(value)
-        if func in _INDEXED:
-            args = (args[0], _without_masks(args[1]), *args[2:])
+        if func in _INDEXED or (func in _PUT and len(args) > 1):
+            index = args[1] if func in _INDEXED else (*args[1],)
+            args = (args[0], _without_masks(index), *args[2:])
         if any(isinstance(x, torch.Tensor) and torch_private.is_computed(x) for x in read):
             raise values_needed(self._function, f"{func.__name__}()", current_line())
         return _COMPOSED.get(func, func)(*args, **kwargs)

@@ -1,6 +1,7 @@
 """What no program can hold is refused with the line and the remedy."""
 
 import contextlib
+import functools
 import logging
 import types
 
@@ -125,11 +126,20 @@ def test_values_of_constants_may_be_asked():
     x = X.clone().requires_grad_()
     same(torch.autograd.grad(plainly(masked)(x), x), torch.autograd.grad(masked(x), x))
 
-    # The backward pass of `trace` asks for places without repetition where it is differentiated.
     def traced(f):
         (x_bar,) = torch.autograd.grad(f(x).sin(), x, create_graph=True)
         return torch.autograd.grad(x_bar.square().sum(), x)
 
+    # A gradient of zeros, of the number, at places that are known is a constant that autograd marks.
+    def put(x, is_mask):
+        places = torch.arange(4) > 2 if is_mask else torch.arange(4) * 0
+        moved = torch.func.jvp(lambda x: x.index_put((places,), x[:1], accumulate=True) * 0.5, (x,), (x.cos(),))
+        return moved[1].sin().sum()
+
+    for is_mask in (False, True):
+        same(*(traced(functools.partial(f, is_mask=is_mask)) for f in (plainly(put), put)))
+
+    # The backward pass of `trace` asks for places without repetition where it is differentiated.
     same(traced(plainly(torch.trace)), traced(torch.trace))
     same(plainly(lambda x: x[(torch.arange(4) > 1).nonzero()[:, 0]])(X), X[2:])
 

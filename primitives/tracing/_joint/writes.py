@@ -61,7 +61,9 @@ class _Mode(torch_private.TorchDispatchMode):
                 found = iter(values)
                 known: Any = torch_private.mapped_tensors(torch.Tensor, lambda _: next(found), (args, kwargs))
                 with torch_private.without_modes():
-                    return func(*known[0], **known[1])
+                    result = func(*known[0], **known[1])
+                # A constant of the graph: autograd marks the tensor as one that requires grad.
+                return torch_private.mapped_tensors(torch.Tensor, torch.ops.aten.lift_fresh_copy.default, result)
             if any(frame.f_code is _ASKS_FOR_SIGNS for frame, _ in traceback.walk_stack(None)):
                 # Whether a variance is negative: it clamps them all the same.
                 return False
