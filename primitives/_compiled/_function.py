@@ -144,9 +144,12 @@ class _Site(Region):
         return until_traced.get()
 
     def _put(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        firsts = [places[0] for places in self._registered.values()]
+        before = [getattr(owner, registry)[name] for owner, registry, name in firsts]
         used = super()._put(tensors)
-        for x, places in zip(used, self._registered.values(), strict=True):
-            x._is_param = places[0][1] == "_parameters"  # type: ignore[attr-defined] - what `isinstance` asks for
+        for x, old, (_, registry, _) in zip(used, before, firsts, strict=True):
+            # A user's attributes, and what `isinstance` asks for.
+            vars(x).update({**vars(old), **vars(x), "_is_param": registry == "_parameters"})
         return used
 
     def _watch(self, known: Sequence[Tensor]) -> contextlib.AbstractContextManager:

@@ -108,9 +108,11 @@ def _codes(code: types.CodeType) -> list[types.CodeType]:
 
 @functools.lru_cache(maxsize=4096)
 def names_in(code: types.CodeType) -> list[str]:
-    """Names of attributes and globals that code reads, and strings that may be names, for `getattr`."""
-    found = [name for each in _codes(code) for name in (*each.co_names, *each.co_consts)]
-    return [name for name in found if isinstance(name, str) and name.isidentifier() and name not in written_in(code)]
+    """Names of attributes and globals that code reads, and strings that may be names, for `getattr` and in patterns."""
+    found = [x for each in _codes(code) for x in (*each.co_names, *each.co_consts)]
+    for x in found:
+        found += x if isinstance(x, (tuple, frozenset)) else ()
+    return [x for x in found if isinstance(x, str) and x.isidentifier() and x not in written_in(code)]
 
 
 @functools.lru_cache(maxsize=4096)

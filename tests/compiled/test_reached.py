@@ -199,6 +199,10 @@ def _changes(monkeypatch):
         "distribution": (lambda x: normal.log_prob(x), lambda value: around(data(3) + value)),
         "divergence": (lambda x: kl(normal, Normal(x, 1.0)), lambda value: around(data(3) + value)),
         "schedule": (lambda x: x * schedule.get_last_lr()[0], lambda value: setattr(schedule, "_last_lr", [value])),
+        "names": (
+            lambda x: x * sum(getattr(doubled, name) for name in ("value", "other")),
+            lambda value: vars(doubled).update(value=value, other=1.0),
+        ),
         "super": (lambda x: doubled.times(x), lambda value: setattr(doubled, "value", value)),
         "super of a module": (lambda x: layers(x), lambda value: setattr(layers, "rate", value)),
         "partial": (lambda x: part(5 * x), lambda value: part.keywords.update(max=value)),

@@ -57,9 +57,11 @@ def test_modules_by_reference():
 
 def test_parameters_are_parameters_and_have_copies():
     net = mlp()
+    net[0].weight.decay = 0.5
 
     def loss(x):
         assert all(isinstance(p, nn.Parameter) for p in net.parameters())
+        assert [getattr(p, "decay", None) for p in net[0].parameters()] == [0.5, None]
         fast = copy.deepcopy(net)
         bars = torch.autograd.grad(fast(x).sum(), [*fast.parameters()])
         return net.get_parameter("0.weight").mul(bars[0]).sum() + (net(x) - fast(x) * 2).square().sum()
