@@ -87,9 +87,10 @@ def compile(
         LeafError: By a call, if an argument is neither a tensor, a dataclass nor a hashable constant, or a tensor that
             requires grad is used that is neither reached by the closure nor an argument; for subclasses of tensors and
             sparse tensors; for lazy modules inside that had no call yet, and modules of TorchScript; if `fn` returns
-            another structure where it is differentiated; if `as_strided` with a `storage_offset` reads an argument that
-            is a view from elsewhere in its memory; for `torch.utils.checkpoint` inside with `use_reentrant=True`;
-            and where a `DistributedDataParallel` is reached, which goes around what is compiled.
+            another structure where it is differentiated, or a function, an iterator or a view that hold tensors; if
+            `as_strided` with a `storage_offset` reads an argument that is a view from elsewhere in its memory; for
+            `torch.utils.checkpoint` inside with `use_reentrant=True`; and where a `DistributedDataParallel` is reached,
+            which goes around what is compiled.
         MissingRuleError: By a call, if `fn` draws with `generator=`, or from distributions whose numbers are drawn by
             rejection (`Gamma`, `Beta`); and by a recorded backward pass (`create_graph=True`) of a batch of cotangents
             (`is_grads_batched=True`).

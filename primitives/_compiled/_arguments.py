@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+import gc
+import types
+from collections.abc import ItemsView, Iterator, Sequence, Set, ValuesView
 from typing import Any
 
 import optree
 import torch
+from torch._C._functorch import is_functorch_wrapped_tensor  # type: ignore[attr-defined] - no stub
 
 from primitives._core.errors import LeafError
 from primitives._core.trees.nodes import ARGUMENTS
+from primitives.func._values import is_at_home
 from primitives.tracing._leaves import Leaves
 
-__all__ = ["kind_of", "number", "taken_apart", "unhashable"]
+__all__ = ["hides", "kind_of", "number", "taken_apart", "unhashable"]
 
 
 def number(x: Any) -> Any:
@@ -47,3 +52,24 @@ def unhashable(fn: Any, args: tuple, kwargs: dict[str, Any]) -> LeafError:
         f"compile: {what} a tensor, a hashable constant, a dataclass or a container that optree takes apart, got "
         f"{kind}. Pass arrays as tensors, and list(...) of an iterator; register other classes as nodes."
     )
+
+
+def hides(y: Any, lent: set[int]) -> bool:
+    """Whether a result that is no tensor holds some of the trace, but those that are lent."""
+    found = [] if isinstance(y, torch.Tensor) else [x for x in _hidden_in(y) if id(x) not in lent]
+    return isinstance(y, Iterator) or any(not is_at_home(x) or is_functorch_wrapped_tensor(x) for x in found)
+
+
+def _hidden_in(x: Any, depth: int = 4) -> list[Any]:
+    """Tensors in what no tree goes into: functions and methods, sets, and views of dictionaries."""
+    if isinstance(x, torch.Tensor) or depth == 0 or isinstance(x, (torch.nn.Module, type)):
+        return [x] * isinstance(x, torch.Tensor)
+    if isinstance(x, types.FunctionType):
+        x = [y for cell in x.__closure__ or () for y in gc.get_referents(cell)]
+    elif isinstance(x, functools.partial):
+        x = [x.func, *x.args, *x.keywords.values()]
+    elif isinstance(x, types.MethodType):
+        x = [x.__self__]
+    elif not isinstance(x, (list, tuple, Set, ItemsView, ValuesView)):
+        x = [*(x if isinstance(x, dict) else getattr(x, "__dict__", {})).values()]
+    return [z for y in x for z in _hidden_in(y, depth - 1)]

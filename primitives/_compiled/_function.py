@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 from torch.overrides import _get_current_function_mode_stack, _pop_mode_temporarily
 
-from primitives._compiled._arguments import kind_of, number, taken_apart, unhashable
+from primitives._compiled._arguments import hides, kind_of, number, taken_apart, unhashable
 from primitives._compiled._derivatives import SEED, Compiled
 from primitives._compiled._graphs import Settings, compiling, until_traced
 from primitives._core.errors import LeafError, TraceError
@@ -137,6 +137,13 @@ class _Site(Region):
 
     def _returned(self, results: list[Any]) -> list[Any]:
         """Sizes as numbers: what is not a tensor is given back in each call as it was in the first."""
+        lent = {id(place.get()) for place in self.reached.places}
+        for y in results:
+            if hides(y, lent):
+                raise LeafError(
+                    f"compile: the function returns a {type(y).__name__}, in which no program finds tensors. Return "
+                    "them themselves, in a list, a dict or an object."
+                )
         return [number(y) for y in results]
 
     def _lender(self) -> contextlib.ExitStack | None:

@@ -1,6 +1,9 @@
 """Calls of compiled functions: trees, sizes, outputs, random numbers, modes, transforms."""
 
+import argparse
+import collections
 import dataclasses
+import types
 
 import numpy as np
 import optree
@@ -154,6 +157,10 @@ def test_dataclasses():
     assert len(compiled.settings.programs) == 4
     with pytest.raises(pr.LeafError, match=r"pair.others.*must be a tensor, a hashable constant"):
         compiled(Batch(x, np.ones(2)))
+    for kind in (types.SimpleNamespace, argparse.Namespace):
+        records = plainly(lambda batch, kind=kind: kind(y=batch.x * batch.power))
+        same(records(kind(x=X, power=2)).y, X * 2)
+    same(plainly(lambda batch: batch["x"].sin())(collections.UserDict(x=X)), X.sin())
 
 
 def test_sizes_stay_sizes():

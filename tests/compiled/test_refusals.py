@@ -79,6 +79,9 @@ def writes_gradient(x):
         (Buffers(lambda net: net.b.add_(1)), pr.MutationError, "the buffer a, the buffer b share memory"),
         (Buffers(lambda net: setattr(net, "none", X)), pr.MutationError, "sets the buffer none of Buffers"),
         (torch.nn.Sequential(torch.nn.LazyLinear(3)), pr.LeafError, "a lazy module .* Call it once"),
+        (lambda x: {"x": x}.values(), pr.LeafError, "returns a dict_values, .* in a list"),
+        (lambda x: (y for y in [x]), pr.LeafError, "returns a generator"),
+        (lambda x: torch.func.vjp(torch.sin, x), pr.LeafError, "returns a function"),
     ],
 )
 def test_what_would_be_lost(function, kind, what):

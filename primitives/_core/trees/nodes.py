@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import collections
 import contextlib
 import dataclasses
 import types
@@ -51,9 +53,12 @@ def _is_node(x: Any, namespace: str) -> bool:
     if type(x) in torch_pytree.SUPPORTED_NODES:
         return True
     is_plain = not isinstance(x, (dict, list, tuple))
-    return is_plain and (dataclasses.is_dataclass(x) or (namespace == RESULTS and _holds_tensors(x, 4)))
+    is_record = dataclasses.is_dataclass(x) or isinstance(x, _RECORDS)
+    return is_plain and (is_record or (namespace == RESULTS and _holds_tensors(x, 4)))
 
 
+# Batches and settings of other kinds, none of which has a hash.
+_RECORDS = (types.SimpleNamespace, argparse.Namespace, collections.UserDict)
 _WHOLE = (torch.Tensor, torch.nn.Module, type, types.ModuleType, types.FunctionType, types.MethodType)
 
 
@@ -74,7 +79,7 @@ def _attributes(x: Any) -> tuple[list[Any], Any, tuple[str, ...]]:
 
 def _of_attributes(kind: type) -> Callable[[Any, Iterable[Any]], Any]:
     def made(names: Any, values: Iterable[Any]) -> Any:
-        x = object.__new__(kind)
+        x = (types.SimpleNamespace if issubclass(kind, types.SimpleNamespace) else object).__new__(kind)
         for name, value in zip(names, values, strict=True):
             object.__setattr__(x, name, value)
         return x
