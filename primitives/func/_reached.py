@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C._dynamo.guards import dict_version
 from torch.utils.data import Dataset
 
 from primitives.func import _code
@@ -32,6 +31,7 @@ from primitives.func._values import (
     numbers_of,
     renumbered,
     serves,
+    version_of,
 )
 from primitives.tracing._modules.lending import guard_of
 
@@ -329,7 +329,7 @@ class Reached:
     def _versions(self, objects: list[Any]) -> list[int]:
         """Numbers that grow when a dictionary is written to; a call that lends a module exchanges its attributes."""
         num = len(self.owners)
-        return [*map(dict_version, map(vars, objects[:num])), *map(dict_version, objects[num:])]
+        return [*map(version_of, map(vars, objects[:num])), *map(version_of, objects[num:])]
 
     def likeness(self) -> Any:
         """What is equal for modules of one structure that hold the same values, in the same places."""

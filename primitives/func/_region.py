@@ -114,8 +114,9 @@ class Region(Recomputable):
             inner: Any = self._treespec.unflatten(leaves)
             results, out_treespec = flattened(self._fn(*inner[0], **inner[1]), RESULTS)
             results = self._returned(results)
-            current = [getattr(o, registry).get(name) for (o, registry, name), *_ in self._registered.values()]
-            current = [x if x is None else _functorch.unwrap_if_dead(x) for x in current]
+            places = list(self._registered.values())
+            now = (getattr(owner, registry).get(name) for (owner, registry, name), *_ in places)
+            current: list[Any] = [x if x is None else _functorch.unwrap_if_dead(x) for x in now]
             if not is_first:
                 self._require_same(out_treespec, results)
             else:
@@ -127,7 +128,6 @@ class Region(Recomputable):
                 for i, (x, y) in enumerate(zip(used, current, strict=True)):
                     if y is not None and (y is not x or _is_written(bottom(y), self._versions[i])):
                         self._changed.append(start + i)
-                places = list(self._registered.values())
                 self._require_kept()
                 self._constants = frozenset(
                     len(self._out_places) + k

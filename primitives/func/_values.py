@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import array
 import enum
+import itertools
 import numbers
 import operator
+import sys
 from typing import Any
 
 import torch
+from torch._C._dynamo.guards import dict_version
 
 from primitives.func._code import is_of_users
 from primitives.tracing._torch_private import FakeTensor, FunctionalTensor
@@ -17,6 +20,14 @@ MISSING = object()
 _MANY_BYTES = 4096
 # With all numbers, those of numpy too, the constants: programs are told apart by what they print.
 _NUMBERS = frozenset({bool, int, float, complex, str, bytes, range, type(None), torch.device, torch.dtype})
+_count = itertools.count()
+# Python 3.13.0 tells nobody of attributes that are written (CPython issue 125608): each call looks at all of them.
+_HAS_VERSIONS = sys.version_info[:3] != (3, 13, 0)
+
+
+def version_of(x: dict[Any, Any]) -> int:
+    """A number that grows when a dictionary is written to."""
+    return dict_version(x) if _HAS_VERSIONS else next(_count)
 
 
 def is_a(x: Any, kinds: Any) -> bool:
