@@ -232,6 +232,15 @@ def _diagonal_of_copy(x: Tensor, source: Tensor, offset: int = 0, dim1: int = 0,
     return x.contiguous().diagonal_scatter(source, offset, dim1, dim2) if 0 in x.stride() else NotImplemented
 
 
+def _complex_scatter(x: Tensor, source: Tensor, size: Any, stride: Any, offset: int | None = None) -> Any:
+    """`as_strided_scatter` of real parts: into complex memory Inductor writes by a view, and may read it before."""
+    if not x.is_complex():
+        return NotImplemented
+    parts, sources = torch.view_as_real(x.resolve_conj()), torch.view_as_real(source.resolve_conj())
+    start = offset if offset is None else 2 * offset
+    return torch.view_as_complex(parts.as_strided_scatter(sources, (*size, 2), (*(2 * n for n in stride), 1), start))
+
+
 def _factored(x: Tensor) -> Tensor:
     """What ATen factors for a determinant: the transpose of a contiguous matrix.
 
@@ -272,6 +281,7 @@ DECOMPOSITIONS = {
     _aten.to.dtype: _to_dtype,
     _aten.addmm.default: _product_and_sum,
     _aten.diagonal_scatter.default: _diagonal_of_copy,
+    _aten.as_strided_scatter.default: _complex_scatter,
     **{pool: functools.partial(_pooled_back, pool) for pool in _AVERAGES},
 }
 

@@ -156,6 +156,16 @@ def test_inductor_reads_behind_a_scatter():
 
 
 @pytest.mark.nightly
+@pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation for complex")
+def test_inductor_reads_behind_a_scatter_of_complex_numbers():
+    def moved(function):
+        return lambda x: torch.func.jvp(function, (x,), (x.cos(),))[1]
+
+    function = moved(moved(torch.func.grad(lambda x: torch.fft.rfft(x).abs().square().sum())))
+    same(pr.compile(function)(X[:4, 0]), function(X[:4, 0]))
+
+
+@pytest.mark.nightly
 def test_inductor_reads_a_scatter_in_a_loop_with_a_sum():
     """As an average of torch's own that is differentiated twice does, in ConvNeXt; `torch.compile` raises for it."""
 
