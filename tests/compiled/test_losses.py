@@ -59,6 +59,7 @@ CHECKS_ARE_DROPPED = "graphs of torch before 2.13 lose these checks, as the page
 
 
 @pytest.mark.skipif(torch.__version__ < (2, 13), reason=CHECKS_ARE_DROPPED)
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.parametrize("name", ["solve", *nightly("cholesky", "inv", "lu_factor", "tensorsolve")])
 def test_solvers_raise_for_singular_matrices(name):
     solver = SOLVERS[name]
