@@ -55,7 +55,7 @@ def unhashable(fn: Any, args: tuple, kwargs: dict[str, Any]) -> LeafError:
 
 
 def hides(y: Any, lent: set[int]) -> bool:
-    """Whether a result that is no tensor holds some of the trace, but those that are lent."""
+    """Whether a result, tensors apart, holds tensors of the trace besides those that are lent."""
     found = [] if isinstance(y, torch.Tensor) else [x for x in _hidden_in(y) if id(x) not in lent]
     return isinstance(y, Iterator) or any(not is_at_home(x) or is_functorch_wrapped_tensor(x) for x in found)
 
