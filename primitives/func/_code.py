@@ -85,7 +85,7 @@ def read_in(kind: type, names: set[str]) -> tuple[set[str], list[Any]]:
             found.add(name)
             stack += [each for x in methods.get(name, ()) for each in names_in(inspect.unwrap(x).__code__)]
     functions = [x for name in found & methods.keys() for x in methods[name] if not is_opaque(x)]
-    return found | names | _hidden_in(kind), functions
+    return found | _hidden_in(kind), functions
 
 
 def puts_names_together(x: types.FunctionType) -> bool:

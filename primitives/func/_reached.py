@@ -64,10 +64,9 @@ class Reached:
         self._containers: dict[int, Any] = {}
         self._objects: dict[int, tuple[dict[str, Any], set[str]]] = {}
         self._classes: dict[int, tuple[dict[str, Any], set[str]]] = {}
-        # Names that functions read, methods of a class of modules, and all of these.
-        self._own: set[str] = set()
-        self._read: dict[type, set[str]] = {}
+        # Names that functions and methods read, of whatever; classes of modules.
         self._names: set[str] = set()
+        self._kinds: dict[type, None] = {}
         self._by_text: set[type] = set()  # classes of which code may read any number
         # Names that code only writes to; variables of these names, and containers, that a trace leaves as they were.
         self._written: set[str] = set()
@@ -114,13 +113,13 @@ class Reached:
             owners = [*x.modules()]
             self.modules.append(x)
             self._holders += owners
-            self._read = {**{type(owner): set() for owner in owners}, **self._read}
+            self._kinds.update(dict.fromkeys(map(type, owners)))
             return [each for owner in owners for name in _HOOKS * self._deeply for each in vars(owner)[name].values()]
         if is_a(x, types.FunctionType):
             if _code.is_opaque(x):
-                self._own.update(_code.names_in(x.__code__) if x.__module__.startswith(_code.READERS) else ())
+                self._names.update(_code.names_in(x.__code__) if x.__module__.startswith(_code.READERS) else ())
                 return []
-            self._own.update(_code.names_in(x.__code__))
+            self._names.update(_code.names_in(x.__code__))
             self._written |= _code.written_in(x.__code__)
             self._holders += [x] * (self._deeply and _code.is_of_users(x))
             return self._variables(x)
@@ -139,11 +138,10 @@ class Reached:
     def _named(self) -> list[Any]:
         """Attributes and methods that code names: those of all, or, if it names no more than before, of new ones."""
         found: list[Any] = []
-        growing = self._own, self._written, self._read
-        if self._num_names != sum(map(len, growing)):
-            found = self._of_modules()
-            self._names |= self._own.union(*self._read.values())
+        growing = self._names, self._written, self._kinds
+        while self._num_names != sum(map(len, growing)):
             self._num_held, self._num_names = 0, sum(map(len, growing))
+            found = self._of_modules()
         new, written = self._holders[self._num_held :], self._written - self._names
         self._num_held = len(self._holders)
         kinds = {x if is_a(x, type) else type(x) for x in new}
@@ -155,8 +153,9 @@ class Reached:
     def _of_modules(self) -> list[Any]:
         """Where methods of modules lead; the names that they read are noted."""
         found: list[Any] = []
-        for kind in self._read:
-            self._read[kind], functions = _code.read_in(kind, self._own)
+        for kind in self._kinds:
+            names, functions = _code.read_in(kind, self._names)
+            self._names |= names
             if any(_code.puts_names_together(x) for x in functions):
                 self._by_text.add(kind)
             self._written.update(*(_code.written_in(inspect.unwrap(each).__code__) for each in functions))
@@ -181,30 +180,30 @@ class Reached:
                 (space,) = gc.get_referents(vars(base))
                 self._classes[id(space)] = space, self._names | named
                 values = [Place(base, name) for name, y in space.items() if not hasattr(type(y), "__get__")]
-                found += self._chosen(values, self._names, written)
+                found += self._chosen(values, written)
         return found
 
     def _of_object(self, x: Any, written: set[str]) -> list[Any]:
         """Attributes of a module, an object, a function or a Python module."""
         attributes: Any = getattr(x, "__dict__", None)
         is_module = is_a(x, nn.Module)
-        names = self._read[type(x)] if is_module else self._names
         found: list[Any] = [Place(x, y) for y in self._slots.get(type(x), ())]
         if is_a(attributes, dict):
             pairs = [(k, y) for k, y in attributes.items() if not ((is_module and k in _REGISTRIES) or is_constant(y))]
             if not is_module:
-                self._objects[id(attributes)] = attributes, names
+                self._objects[id(attributes)] = attributes, self._names
             else:
                 kinds = object if self._deeply else (torch.Tensor, tuple, *CONTAINERS)
                 pairs = [(name, y) for name, y in pairs if is_a(y, kinds)]
                 found += [Place(x, name) for name, y in pairs if is_a(y, torch.Tensor)]
-            found += self._chosen([Place(x if is_module else attributes, name) for name, _ in pairs], names, written)
+            places = [Place(x if is_module else attributes, name) for name, _ in pairs]
+            found += self._chosen(places, written)
         return found
 
-    def _chosen(self, places: list[Place], names: set[str], written: set[str]) -> list[Any]:
+    def _chosen(self, places: list[Place], written: set[str]) -> list[Any]:
         """Places that code reads, and where others lead that it only writes to."""
         others = [y for place in places if place.key in written for y in self._at_written(place)]
-        return [*(place for place in places if place.key in names), *others]
+        return [*(place for place in places if place.key in self._names), *others]
 
     def _variables(self, x: types.FunctionType) -> list[Any]:
         """Where a function leads. Globals are watched, but those of a script, which change all the time."""
@@ -308,16 +307,15 @@ class Reached:
 
     def _watched(self) -> list[tuple[dict[Any, Any], Any]]:
         """Dictionaries that decide what runs, and of which names, `None` for all: of modules first."""
-        owners = zip(self.owners, self._types, strict=True)
-        found: list[Any] = [(vars(owner), self._read[kind] | self._numbers_of(owner)) for owner, kind in owners]
+        found: list[Any] = [(vars(owner), self._numbers_of(owner) or self._names) for owner in self.owners]
         found += [(vars(owner)[name], None) for owner in self.owners for name in _READ_REGISTRIES]
         found += [(each, None) for each in self._containers.values() if isinstance(each, dict)]
         return [*found, *self._objects.values(), *self._classes.values()]
 
     def _numbers_of(self, owner: nn.Module) -> set[str]:
-        """Names of constants of a module whose code puts names together."""
+        """Where the code of a module puts names together, those of its constants, and those that are read."""
         pairs = vars(owner).items() if type(owner) in self._by_text else ()
-        return {name for name, x in pairs if is_constant(x)}
+        return {name for name, x in pairs if is_constant(x) or name in self._names}
 
     def _listed(self) -> list[Any]:
         """What decides and is in no dictionary: entries of lists, and code of functions."""
