@@ -33,6 +33,7 @@ from primitives.tracing import JointGraph
 from primitives.tracing._errors import current_line
 from primitives.tracing._leaves import Leaves
 from primitives.tracing._modules.lending import counting_in
+from primitives.tracing._watching import as_outside
 
 __all__ = ["CompiledFunction"]
 
@@ -106,7 +107,8 @@ class _Site(Region):
         self._again = [functools.partial(torch.set_grad_enabled, torch.is_grad_enabled()), _said_to_compile]
         self._again += autocasts(self.tensors, may_cache=False)
         self._state, self._modes = GlobalStateGuard(), tuple(_modes())
-        self._are_distinct = self._numbers == [*range(len(self.tensors))]
+        # Which tensors require grad, as code may ask.
+        self._requiring, self._asked = [x.requires_grad for x in self.tensors], set[str]()
         self.device = next((x.device for x in self.tensors), torch.device("cpu"))
         with torch.inference_mode(False), temporarily_clear_interpreter_stack():
             self._no_seed = torch.zeros((), dtype=torch.int64, device=self.device)
@@ -149,6 +151,10 @@ class _Site(Region):
     def _lender(self) -> contextlib.ExitStack | None:
         # A backward pass runs hooks and backward methods, which read modules and variables, too.
         return until_traced.get()
+
+    def _lent(self, tensors: Sequence[Tensor]) -> Any:
+        pairs = zip(tensors, self._requiring, strict=True)
+        return super()._lent([as_outside(x, requires_grad, self._asked) for x, requires_grad in pairs])
 
     def _put(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         firsts = [places[0] for places in self._registered.values()]
@@ -197,11 +203,9 @@ class _Site(Region):
             reached = self.reached.tensors()
         if reached is None:
             return None
-        found = given + reached
-        if self._are_distinct and len({*map(id, found)}) == len(found):
-            return found
-        tensors, numbers = once(found)
-        return tensors if numbers == self._numbers else None
+        found, numbers = once(given + reached)
+        is_other = self._asked and self._requiring != [x.requires_grad for x in found]
+        return found if numbers == self._numbers and not is_other else None
 
     def _use(self, reached: Reached) -> None:
         self.reached, self._other = reached, self.reached
@@ -210,7 +214,7 @@ class _Site(Region):
 
     def compare(self) -> None:
         """Note what others are compared with."""
-        self.likeness = self._modes, self._numbers, self.reached.likeness()
+        self.likeness = self._modes, self._numbers, self._requiring, self.reached.likeness()
 
     def serves(self, other: _Site) -> bool:
         """Whether its programs serve another, whose modules are like its own, and do from now on."""

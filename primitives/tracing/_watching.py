@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import fx
+from torch._C import _functorch  # type: ignore[attr-defined] - no stub
 from torch._ops import HigherOrderOperator
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
@@ -23,6 +25,8 @@ from primitives.tracing._recompute import replaying_checkpoints
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined] - a getset descriptor
 _GRAD = torch.Tensor.grad.__get__  # type: ignore[attr-defined] - as above
 _SET_GRAD = torch.Tensor.grad.__set__  # type: ignore[attr-defined] - as above
+# The attribute of a tensor in a trace that tells whether it requires grad outside, and gets to know who has asked.
+_OUTSIDE = "_requires_grad_outside"
 # They hand values to Python without an operation that anything below sees.
 _READS = frozenset({torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__, torch.Tensor.__dlpack__})
 # They ask for values of a tensor, which are known where only constants take part.
@@ -109,12 +113,23 @@ def _deepcopy(x: Any, memo: dict[int, Any]) -> Any:
     return memo.setdefault(id(x), x.detach().clone().requires_grad_(x.requires_grad))
 
 
+def _requires_grad(x: Any) -> bool:
+    """What a user is told; torch and this package ask what the trace is to record."""
+    name = sys._getframe(2).f_globals.get("__name__", "")
+    if _OUTSIDE in vars(x) and not name.startswith(("torch.", "primitives.")):
+        does, asked = vars(x)[_OUTSIDE]
+        asked.add(name)
+        return does or x.requires_grad
+    return x.requires_grad
+
+
 def _grad(*args: Any, **kwargs: Any) -> Any:
     """Without freeing what the joint graph goes back through: an energy is returned beside its forces."""
     return torch.autograd.grad(*args, **{**kwargs, "retain_graph": True})
 
 
 _COMPOSED = {
+    torch.Tensor.requires_grad.__get__: _requires_grad,  # type: ignore[attr-defined] - a getset descriptor
     torch.autograd.grad: _grad,
     torch.Tensor.__deepcopy__: _deepcopy,
     F.dropout: _dropout,
@@ -123,6 +138,18 @@ _COMPOSED = {
     torch.Tensor.index_fill: _index_fill,
     torch.Tensor.index_fill_: lambda x, *args, **kwargs: x.copy_(_index_fill(x, *args, **kwargs)),
 }
+
+
+def as_outside(x: Any, requires_grad: bool, asked: set[str]) -> Any:
+    """A tensor of a trace that a user sees as the one outside, which requires grad or not; `asked` gets who has asked.
+
+    Where grad is not recorded outside, code may do so inside, for a derivative that goes back to it.
+    """
+    is_recorded = torch.is_grad_enabled() or _functorch.peek_interpreter_stack() is not None
+    if requires_grad and not (is_recorded or x.requires_grad):
+        x = x.detach().requires_grad_()
+    vars(x)[_OUTSIDE] = requires_grad, asked
+    return x
 
 
 class UserCalls(TorchFunctionMode):

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import functools
+import itertools
 import logging
 import os
 import pickle
@@ -47,6 +48,31 @@ def test_derivatives_do_not_depend_on_parameters_that_others_stand_for():
     found += torch.func.jvp(lambda p: loss(p, X), (params,), (params,))
     # Else each step of an optimizer lengthens a graph.
     assert not any(y.requires_grad for y in found)
+
+
+def test_code_is_told_which_tensors_require_grad_outside():
+    net = mlp()
+
+    def norms(x):
+        return {name: x.sum() * p.square().sum() for name, p in net.named_parameters() if p.requires_grad}
+
+    def adapted(x):
+        with torch.enable_grad():
+            return torch.autograd.grad(net(x).square().sum(), [*net.parameters()])
+
+    with torch.no_grad():
+        same(plainly(adapted)(X), adapted(X))
+
+    def beside(f):
+        return torch.func.grad(lambda x: (x.sum(), f(x)), has_aux=True)(X)[1]
+
+    step, without = plainly(norms), torch.no_grad()(lambda f: f(X))
+    ways = [lambda f: f(X), without, beside, lambda f: torch.func.vmap(f)(X[None])]
+    for requires_grad, way in itertools.product((True, False, True), ways):
+        net[0].requires_grad_(requires_grad)
+        found, truth = way(step), way(norms)
+        assert found.keys() == truth.keys()
+        same(found.values(), truth.values())
 
 
 @pytest.mark.parametrize("way", [plainly, lambda f: functools.partial(pr.func.checkpoint, f)])
