@@ -166,6 +166,9 @@ class _Site(Region):
         return used
 
     def _watch(self, known: Sequence[Tensor]) -> contextlib.AbstractContextManager:
+        if (trace := until_traced.get()) is not None:
+            # Hooks write, too, and what a checkpoint computes again.
+            trace.enter_context(self.reached.restoring(self._owner.note_lost))
         return self.reached.restoring(self._owner.note_lost)
 
     def __call__(self, *given: Tensor) -> tuple[Tensor, ...]:
