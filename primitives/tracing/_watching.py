@@ -108,6 +108,16 @@ def _one_hot(index: Any, num_classes: int = -1) -> Any:
     return (index.unsqueeze(-1) == torch.arange(num_classes, device=index.device)).long()
 
 
+def _unfold(x: Any, dimension: int, size: int, step: int) -> Any:
+    """By windows side by side: where one is written to, functionalization makes zeros of what lies in none."""
+    num = (x.shape[dimension] - size) // step * step + size if x.dim() and 0 < size <= step else 0
+    is_whole = step == size and isinstance(num, int) and num == x.shape[dimension]
+    if is_whole or num < size or step % size:
+        return x.unfold(dimension, size, step)
+    every = (*[slice(None)] * (dimension % x.dim()), slice(None, None, step // size))
+    return x.narrow(dimension, 0, num).unfold(dimension, size, size)[every]
+
+
 def _deepcopy(x: Any, memo: dict[int, Any]) -> Any:
     """A leaf, as of a parameter, where the trace holds a tensor with a history in its place."""
     return memo.setdefault(id(x), x.detach().clone().requires_grad_(x.requires_grad))
@@ -136,6 +146,7 @@ _COMPOSED = {
     F.one_hot: _one_hot,
     torch.index_fill: _index_fill,
     torch.Tensor.index_fill: _index_fill,
+    torch.Tensor.unfold: _unfold,
     torch.Tensor.index_fill_: lambda x, *args, **kwargs: x.copy_(_index_fill(x, *args, **kwargs)),
 }
 

@@ -44,6 +44,13 @@ def view(x):
     return y
 
 
+def windows(x):
+    y = x * 2
+    y[:5].unfold(0, 2, 2)[1].mul_(x[1, :, None])
+    y.unfold(0, 2, 4).sub_(1)
+    return y
+
+
 def transposed(x):
     y = x[:3] * 1
     y.t_()
@@ -70,6 +77,7 @@ def literal(x):
         (statistics, 1),
         (view_before, 2),
         (view, 2),
+        (windows, 2),
         (transposed, 2),
         (memory_of_another, 2),
         (literal, 2),
