@@ -282,6 +282,9 @@ DECOMPOSITIONS = {
     _aten.addmm.default: _product_and_sum,
     _aten.diagonal_scatter.default: _diagonal_of_copy,
     _aten.as_strided_scatter.default: _complex_scatter,
+    # Loops of Inductor read memory, and not whether it is of a conjugate. It adds real parts as of the strides here.
+    _aten._conj.default: _aten.conj_physical.default,
+    _aten.add.Tensor: lambda *args, **kwargs: NotImplemented,
     **{pool: functools.partial(_pooled_back, pool) for pool in _AVERAGES},
 }
 

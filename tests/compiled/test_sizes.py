@@ -1,4 +1,4 @@
-"""Compiled functions of sizes that are symbols."""
+"""Compiled functions of sizes that are symbols, and of strides that a compiler chooses."""
 
 import pytest
 import torch
@@ -158,3 +158,25 @@ def test_results_that_depend_on_sizes_other_than_by_tensors():
         assert numbers == [n, n * 1.5, n > 4]
         assert [type(k) for k in spread(data(n, 3)).batch_shape] == [int, int]
         assert spread(data(n, 3)).batch_shape == (n, 3)
+
+
+def of_a_conjugate(x):
+    y, z = (torch.complex(u, u.sin()) for u in (x, x.mT.contiguous()))
+    return (y.mT * z).imag
+
+
+def of_one_column(x):
+    y = torch.complex(x, x.sin())
+    return (torch.where(x > 0, y, 0j) + y).abs()
+
+
+@pytest.mark.nightly
+@pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation for complex")
+@pytest.mark.parametrize("function, x", [(of_a_conjugate, X), (of_one_column, X[:, :1])])
+def test_inductor_reads_complex_numbers_of_any_strides(function, x):
+    def twice(f, x):
+        (gradient,) = torch.autograd.grad(f(x).square().sum(), x, create_graph=True)
+        return gradient, *torch.autograd.grad(gradient.square().sum(), x)
+
+    x = x.clone().requires_grad_()
+    same(twice(pr.compile(function), x), twice(function, x))
