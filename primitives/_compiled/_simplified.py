@@ -241,6 +241,11 @@ def _complex_scatter(x: Tensor, source: Tensor, size: Any, stride: Any, offset: 
     return torch.view_as_complex(parts.as_strided_scatter(sources, (*size, 2), (*(2 * n for n in stride), 1), start))
 
 
+def _conjugate(x: Any) -> Any:
+    """In memory, which Inductor's loops read without the flag of a conjugate; autograd asks for numbers, too."""
+    return _aten.conj_physical.default(x) if isinstance(x, torch.Tensor) else NotImplemented
+
+
 def _factored(x: Tensor) -> Tensor:
     """What ATen factors for a determinant: the transpose of a contiguous matrix.
 
@@ -282,8 +287,8 @@ DECOMPOSITIONS = {
     _aten.addmm.default: _product_and_sum,
     _aten.diagonal_scatter.default: _diagonal_of_copy,
     _aten.as_strided_scatter.default: _complex_scatter,
-    # Loops of Inductor read memory, and not whether it is of a conjugate. It adds real parts as of the strides here.
-    _aten._conj.default: _aten.conj_physical.default,
+    _aten._conj.default: _conjugate,
+    # It adds real parts as of the strides in the trace.
     _aten.add.Tensor: lambda *args, **kwargs: NotImplemented,
     **{pool: functools.partial(_pooled_back, pool) for pool in _AVERAGES},
 }
