@@ -7,6 +7,7 @@ import functools
 import inspect
 import sys
 import types
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -84,6 +85,7 @@ def read_in(kind: type, names: set[str]) -> tuple[set[str], list[Any]]:
         if name not in found:
             found.add(name)
             stack += [each for x in methods.get(name, ()) for each in names_in(inspect.unwrap(x).__code__)]
+            stack += named_by_text(methods.get(name, ()), methods)
     functions = [x for name in found & methods.keys() for x in methods[name] if not is_opaque(x)]
     return found | _hidden_in(kind), functions
 
@@ -91,6 +93,14 @@ def read_in(kind: type, names: set[str]) -> tuple[set[str], list[Any]]:
 def puts_names_together(x: types.FunctionType) -> bool:
     """Whether a function may read attributes by names that are not in its code."""
     return not {"getattr", "vars", "__dict__"}.isdisjoint(names_in(inspect.unwrap(x).__code__))
+
+
+def named_by_text(functions: Iterable[Any], names: Iterable[str]) -> list[str]:
+    """Those of some names that functions may put together: all that begin with the text of `f"loss_{kind}"`."""
+    codes = [each for x in functions if puts_names_together(x) for each in _codes(inspect.unwrap(x).__code__)]
+    texts = [x for each in codes for x in each.co_consts if isinstance(x, str) and x.isidentifier() and x.strip("_")]
+    first, last = (tuple(x for x in texts if x[k] == "_") for k in (-1, 0))
+    return [name for name in names if name.startswith(first) or name.endswith(last)]
 
 
 def _hidden_in(kind: type) -> set[str]:

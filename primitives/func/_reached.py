@@ -171,6 +171,8 @@ class Reached:
         # Torch calls methods of any names.
         is_rule = issubclass(kind, (torch.autograd.Function, torch.distributions.Distribution))
         named = {name for name, y in methods if name in self._names or is_rule or runs(name, y)}
+        bodies = [y for name, y in methods if name in named and is_a(y, _code.FUNCTIONS)]
+        named.update(_code.named_by_text(bodies, dict(methods)))
         found: list[Any] = [y for name, y in methods if name in named and is_a(y, _code.FUNCTIONS)]
         slots = [y for _, y in methods if is_a(y, types.MemberDescriptorType)]
         self._slots[kind] = [y for y in slots if y.__name__ in self._names | written and _code.is_of_users(kind)]

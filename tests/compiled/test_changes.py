@@ -22,13 +22,26 @@ SETTINGS.speed = 1.0
 Mode = enum.Enum("Mode", ["SIN", "COS"])
 
 
+class Slope:
+    kind, rate = "up", 1.0
+
+    def times(self, x):
+        return getattr(self, f"times_{self.kind}")(x)
+
+    def times_up(self, x):
+        return x * self.rate
+
+
 class Part(nn.Module):
     def __init__(self):
         super().__init__()
-        self.gain, self.slope = 1.0, 1.0
+        self.gain, self.slope, self.kind = 1.0, Slope(), "up"
 
     def steep(self, x):
-        return x * self.slope
+        return getattr(self, self.kind + "_steep")(x)
+
+    def up_steep(self, x):
+        return self.slope.times(x)
 
 
 class Weighted(nn.Module):
@@ -63,7 +76,7 @@ CHANGES = {
     "tensor in a tuple": (lambda m: setattr(m, "pair", (2.0, m.pair[1] * 2)), 0),
     "module": (lambda m: m.hidden.__setitem__(0, nn.Linear(3, 1).double()), 0),
     "attribute of a submodule": (lambda m: setattr(m.part, "gain", 3.0), 1),
-    "what another's method reads": (lambda m: setattr(m.part, "slope", 3.0), 1),
+    "what another's method reads": (lambda m: setattr(m.part.slope, "rate", 3.0), 1),
     "what forward does not read": (Weighted.train_step, 0),
 }
 
