@@ -7,9 +7,11 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from tests.compiled.support import data, plainly, same
+from primitives.tracing._joint import replayed
+from tests.compiled.support import data, mlp, plainly, same
 
 X = data(6, 3)
+NET = mlp()
 
 
 def own(x):
@@ -69,6 +71,11 @@ def literal(x):
     return x * y.item()
 
 
+def averages(x):
+    pixels = x.view(1, 6, 3, 1).expand(2, -1, -1, 4).to(memory_format=torch.channels_last)
+    return nn.functional.adaptive_avg_pool2d(pixels, 1), nn.functional.adaptive_avg_pool2d(pixels, (1, 2))
+
+
 @pytest.mark.parametrize(
     "function, num_runs",
     [
@@ -81,6 +88,7 @@ def literal(x):
         (transposed, 2),
         (memory_of_another, 2),
         (literal, 2),
+        (averages, 1),
     ],
 )
 def test_writes_to_memory_of_its_own(function, num_runs):
@@ -114,3 +122,44 @@ def test_zero_gradients_of_numbers():
         return nn.functional.l1_loss(1.0 * x, torch.tensor(0.3))
 
     same(penalty(plainly(loss)), penalty(loss), 1e-6)
+
+
+def likes(x):
+    """Calls that differ in one thing from one before: a tensor that is given twice, a sign, a type, memory."""
+    y, z, numbers = x + 1, x + 2, torch.arange(6)
+    products = [y * y, y * z, z * z, y * 0.0, y * -0.0, numbers * 2, numbers * 2.0, numbers * True]
+    rows = [torch.cat([y, z])[k : k + 2] for k in (0, 1, 1)]
+    sums = [each.sum(*axes) for each in (y, z, rows[2]) for axes in ((), (0,), (1,))]
+    layouts = [each.t().reshape(-1).square() for each in (y, z.t().contiguous().t(), *rows)]
+    written = (y * z).mul_(z), y.clone().add_(1), y.clone().add_(z)
+    results = *products, *rows, *sums, *layouts, *written
+    return sum(each.double().cos().sum() for each in results)
+
+
+def nodes_of(function, x):
+    """Each node of a joint graph with places of its inputs, what its value is like, and those with the same memory."""
+    step = plainly(function)
+    torch.func.jvp(torch.func.grad(step), (x,), (x,))
+    step(x.clone().requires_grad_()).backward()
+    assert not step.settings.writes
+    found = []
+    for graph in step.graphs.values():
+        place = {node: k for k, node in enumerate(graph.graph.nodes)}
+        values = [node.meta.get("val") for node in place]
+        memory = [y.untyped_storage()._cdata if isinstance(y, torch.Tensor) else None for y in values]
+        for (node, k), y, number in zip(place.items(), values, memory, strict=True):
+            kind = replayed._kind(y) if isinstance(y, torch.Tensor) else None
+            args = torch.fx.map_arg((node.args, node.kwargs), place.__getitem__)
+            found.append((k, node.target, repr(args), kind, memory.index(number), node.stack_trace))
+    return found
+
+
+@pytest.mark.parametrize("function", [likes, lambda x: (NET(x) * NET(x.flip(0)).exp()).sum()])
+def test_calls_like_one_before_are_recorded_as_torch_would(function, monkeypatch):
+    asked, found = [], []
+    for describe in (replayed._described, lambda *args: {}[asked.append(args)]):
+        monkeypatch.setattr(replayed, "_described", describe)
+        # In one line, which is in the stacks.
+        found.append(nodes_of(function, X))
+    assert found[0] == found[1]
+    assert len(asked) > 100

@@ -16,6 +16,7 @@ from primitives._core.errors import MutationError
 from primitives._core.inductor import shown_in_a_program
 from primitives.tracing import _torch_private as torch_private
 from primitives.tracing._errors import current_line
+from primitives.tracing._joint.replayed import Replayed
 from primitives.tracing._memory import memories
 from primitives.tracing._watching import written_by
 
@@ -27,6 +28,7 @@ _BATCH_NORM = torch.ops.aten.native_batch_norm.default
 _FUNCTIONAL_BATCH_NORM = torch.ops.aten._native_batch_norm_legit_functional.default
 _ASKS_FOR_SIGNS = F.gaussian_nll_loss.__code__
 _LERPS_IN_PLACE = (torch.ops.aten.lerp_.Tensor, torch.ops.aten.lerp_.Scalar)
+_DEVICE = torch.ops.prim.device.default
 # They return the same tensor to autograd.
 _ALIASES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 # Autograd asks them of each tangent; a graph has no use for the answers.
@@ -53,6 +55,9 @@ class _Mode(torch_private.TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         """The call."""
         kwargs = kwargs or {}
+        if func is _DEVICE and isinstance(args[0], torch_private.FakeTensor):
+            # Autograd and transforms ask for it, more often than for anything else.
+            return args[0].fake_device
         if torch_private.needs_values(func):
             # Inside operators: `torch.cov` asks whether its number of samples is too small.
             given = [x for x in torch_private.leaves_of(args, kwargs) if isinstance(x, torch.Tensor)]
@@ -113,6 +118,7 @@ class Plain(_Mode):
 
     def __init__(self, given: Sequence[Any]) -> None:
         super().__init__()
+        self._replayed = Replayed()
         # The tensors of each piece of memory, all of it in each; `None` where others may see it.
         self._whole: dict[int, list[Tensor] | None] = {
             number: None for x in given if isinstance(x, torch.Tensor) for number in memories(x)
@@ -144,7 +150,7 @@ class Plain(_Mode):
         return self._noted(func, args, kwargs)
 
     def _noted(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        result = _alias(*args) if func is torch.ops.aten.alias.default else func(*args, **kwargs)
+        result = _alias(*args) if func is torch.ops.aten.alias.default else self._replayed(func, args, kwargs)
         for y in torch_private.leaves_of(result):
             if isinstance(y, torch.Tensor) and y.layout == torch.strided:
                 number = torch_private.memory_of(y)
