@@ -300,13 +300,15 @@ def inductor_mended() -> Iterator[None]:
 
     And what is read of a scatter is read behind it. Where loops of two operators are made alike, Inductor forgets under
     which name it knows memory that was written to, and may read it first. Where it looks for the place in a loop that
-    reads such memory, it takes the name that is not used there, and raises: without a place it goes on.
+    reads such memory, it takes the name that is not used there, and raises: without a place it goes on. A stride
+    of symbols with comparisons in it, as of a mask, stays as it is where sympy raises as it simplifies that.
     """
-    from torch._inductor import loop_body, scheduler
+    from torch._inductor import loop_body, scheduler, sizevars
     from torch._inductor.fx_passes import post_grad
 
     fuses_better, node_type = post_grad.should_prefer_unfused_addmm, scheduler.SchedulerNode
     recompute, read_at = node_type.recompute_size_and_body, loop_body.LoopBody.get_read_expr
+    stride_at = sizevars.stride_at
 
     def prefers(match: Any) -> bool:
         value = match.kwargs["inp"].meta["val"]
@@ -321,7 +323,13 @@ def inductor_mended() -> Iterator[None]:
             return read_at(body, name)
         return None
 
+    def stride(index: Any, var: Any) -> Any:
+        with contextlib.suppress(AttributeError):
+            return stride_at(index, var)
+        return index.subs(var, var + 1) - index
+
     with (
+        mock.patch.object(sizevars, "stride_at", stride),
         mock.patch.object(loop_body.LoopBody, "get_read_expr", place),
         mock.patch.object(post_grad, "should_prefer_unfused_addmm", prefers),
         mock.patch.object(node_type, "recompute_size_and_body", recomputed),

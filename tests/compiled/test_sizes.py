@@ -180,3 +180,27 @@ def test_inductor_reads_complex_numbers_of_any_strides(function, x):
 
     x = x.clone().requires_grad_()
     same(twice(pr.compile(function), x), twice(function, x))
+
+
+@pytest.mark.nightly
+def test_inductor_takes_masks_of_any_size():
+    def weighted(x):
+        n = x.shape[0]
+        is_later = torch.arange(n)[:, None] < torch.arange(n)
+        y = (x @ x.mT).masked_fill(is_later, float("-inf")).softmax(-1) @ x
+        return y * n + x.cumsum(0).flip(0) + torch.cat([x[1:], x[:1]]).roll(1, 0) / (n + 1)
+
+    def loss(x):
+        z = x.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(weighted(z).square().sum(), z, create_graph=True)
+        return gradient.square().sum() + weighted(x).mean()
+
+    def twice(function):
+        (gradient,) = torch.autograd.grad(function(x), x, create_graph=True)
+        return gradient, *torch.autograd.grad(gradient.square().sum(), x)
+
+    compiled = pr.compile(loss, dynamic=True)
+    with fresh_cache():
+        for n in (3, 6):
+            x = data(n, 4).mul_(0.3).requires_grad_()
+            same(twice(compiled), twice(loss))
