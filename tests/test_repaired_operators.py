@@ -246,3 +246,46 @@ def test_primitives_give_what_torchs_operators_give(operator):
     found, expected = ([y] if isinstance(y, torch.Tensor) else list(y) for y in (found, expected))
     torch.testing.assert_close(found[: len(expected)], expected, check_stride=False)
     torch.testing.assert_close(args, tuple(twins), msg="running statistics")
+
+
+# Function, shapes of input, weight and bias, options.
+BY_GROUPS = [
+    (F.conv1d, (2, 6, 9), (6, 1, 3), 6, {"groups": 6, "padding": 1}),
+    (F.conv2d, (2, 4, 6, 5), (8, 2, 3, 2), 8, {"groups": 2, "stride": (2, 1), "padding": 1, "dilation": (1, 2)}),
+    (F.conv3d, (1, 4, 4, 4, 5), (4, 2, 2, 2, 3), 4, {"groups": 2}),
+    (F.conv_transpose2d, (2, 4, 4, 5), (4, 3, 3, 2), 6, {"groups": 2, "stride": 2, "dilation": (1, 2)}),
+]
+
+
+@pytest.mark.parametrize("function, x, weight, bias, options", BY_GROUPS, ids=[f.__name__ for f, *_ in BY_GROUPS])
+def test_convolutions_by_groups_are_differentiated_again_for_all_groups_at_once(function, x, weight, bias, options):
+    leaves = x, weight, bias = [randn(*shape).requires_grad_() for shape in (x, weight, (bias,))]
+
+    def derivatives(*wanted):
+        first = torch.autograd.grad(function(*leaves, **options).sin().sum(), wanted, create_graph=True)
+        loss = sum(y.square().sum() for y in first)
+        second = torch.autograd.grad(loss, leaves, create_graph=True, allow_unused=True)
+        again = sum(y.cos().sum() for y in second if y is not None)
+        return [*second, *torch.autograd.grad(again, leaves, allow_unused=True)]
+
+    for wanted in (leaves, [x], [weight], [bias], [weight, bias]):
+        results, nums = [], []
+        for context in (contextlib.nullcontext, pr.repair_torch):
+            with torch.profiler.profile() as profile, context():
+                results.append(derivatives(*wanted))
+            nums.append(sum(event.name.startswith("aten::convolution") for event in profile.events()))
+        for truth, found in zip(*results, strict=True):
+            assert truth is found is None or torch.allclose(found, truth, rtol=1e-11, atol=1e-11)
+        assert nums[1] < nums[0] or options["groups"] == 2 or wanted[0] is bias
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_transposed_convolutions_with_output_padding_have_third_derivatives(groups):
+    def first(x, weight):
+        y = F.conv_transpose2d(x, weight, groups=groups, stride=2, output_padding=1)
+        return torch.autograd.grad(y.sin().sum(), (x, weight), create_graph=True)
+
+    with pr.repair_torch():
+        assert torch.autograd.gradgradcheck(
+            first, (randn(1, 2, 2, 2).requires_grad_(), randn(2, 1, 2, 2).requires_grad_())
+        )

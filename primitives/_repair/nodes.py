@@ -259,6 +259,33 @@ def _group_norm_kernel(own: Callable[..., Any]) -> Callable[..., Any]:
     return kernel
 
 
+def _convolution_kernel(own: Callable[..., Any]) -> Callable[..., Any]:
+    """The backward pass of a convolution's, of which torch makes two convolutions and some views for each group.
+
+    Those are a thousand for a depthwise convolution, and for a transposed one with `output_padding` torch's raises. The
+    backward pass is bilinear in its cotangent and in input or weight, so that its own is convolutions of all groups.
+    """
+
+    def kernel(keyset: Any, *args: Any) -> Any:
+        x_bar, weight_bar, bias_bar, cotangent, weight, x, *geometry, mask = args
+        *_, is_transposed, padding, groups = geometry
+        if (groups == 1 and not (is_transposed and any(padding))) or not _is_ours():
+            return own(keyset, *args)
+        terms = []
+        if mask[0]:
+            terms += [torch.convolution(x_bar, weight, None, *geometry)] if x_bar is not None else []
+            terms += [torch.convolution(x, weight_bar, None, *geometry)] if weight_bar is not None else []
+            terms += [bias_bar.view(-1, *[1] * (x.dim() - 2)).expand_as(cotangent)] if bias_bar is not None else []
+        of_x = of_weight = None
+        if mask[1] and weight_bar is not None:
+            of_x, _, _ = aten.convolution_backward(cotangent, x, weight_bar, None, *geometry, [True, False, False])
+        if mask[2] and x_bar is not None:
+            _, of_weight, _ = aten.convolution_backward(cotangent, x_bar, weight, None, *geometry, [False, True, False])
+        return sum(terms[1:], terms[0]) if terms else None, of_x, of_weight
+
+    return kernel
+
+
 def _is_one_sample_of_two_layouts(y_bar: Tensor, x: Tensor) -> bool:
     """Whether torch's backward of a batch norm on the CPU reads `y_bar` by the strides of `x`, which differ."""
     return x.shape[0] == 1 and x.is_cpu and y_bar.stride() != x.stride()
@@ -277,4 +304,6 @@ def install_backwards() -> None:
                 (name, "Batched", functools.partial(_in_place_kernel, function)) for name, function in IN_PLACE.items()
             ]
             group_norm = "aten::native_group_norm_backward", "AutogradCPU", _group_norm_kernel
-            _registrations.add([*derivatives, *views, group_norm])
+            convolution = "aten::_convolution_double_backward"
+            again = [(convolution, f"Autograd{device}", _convolution_kernel) for device in DEVICES]
+            _registrations.add([*derivatives, *views, group_norm, *again])
