@@ -150,7 +150,7 @@ class Plain(_Mode):
         return self._noted(func, args, kwargs)
 
     def _noted(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        result = _alias(*args) if func is torch.ops.aten.alias.default else self._replayed(func, args, kwargs)
+        result = self._replayed(func, args, kwargs)
         for y in torch_private.leaves_of(result):
             if isinstance(y, torch.Tensor) and y.layout == torch.strided:
                 number = torch_private.memory_of(y)
@@ -195,18 +195,6 @@ def _returning(func: Any) -> Any:
         return None
     namespace, name = schema.name.split("::")
     return getattr(getattr(getattr(torch.ops, namespace), name[:-1], None), func._overloadname, None)
-
-
-def _alias(x: Tensor) -> Tensor:
-    """An alias, which autograd makes by the hundred, without a node of its own."""
-    mode: Any = proxy_tensor.get_proxy_mode()
-    slot = proxy_tensor.get_proxy_slot(x, mode.tracer, None)
-    if slot is None:
-        return torch.ops.aten.alias.default(x)
-    with torch_private.unrecorded():
-        y = torch.ops.aten.alias.default(x)
-    proxy_tensor.set_proxy_slot(y, mode.tracer, slot)
-    return y
 
 
 def _record(x: Tensor, y: Tensor) -> None:
