@@ -271,7 +271,7 @@ def test_convolutions_by_groups_are_differentiated_again_for_all_groups_at_once(
     for wanted in (leaves, [x], [weight], [bias], [weight, bias]):
         results, nums = [], []
         for context in (contextlib.nullcontext, pr.repair_torch):
-            with torch.profiler.profile() as profile, context():
+            with torch.profiler.profile(acc_events=True) as profile, context():
                 results.append(derivatives(*wanted))
             nums.append(sum(event.name.startswith("aten::convolution") for event in profile.events()))
         for truth, found in zip(*results, strict=True):

@@ -308,7 +308,7 @@ def inductor_mended() -> Iterator[None]:
 
     fuses_better, node_type = post_grad.should_prefer_unfused_addmm, scheduler.SchedulerNode
     recompute, read_at = node_type.recompute_size_and_body, loop_body.LoopBody.get_read_expr
-    stride_at = sizevars.stride_at
+    stride_at: Any = getattr(sizevars, "stride_at", None)  # not in torch 2.11
 
     def prefers(match: Any) -> bool:
         value = match.kwargs["inp"].meta["val"]
@@ -329,7 +329,7 @@ def inductor_mended() -> Iterator[None]:
         return index.subs(var, var + 1) - index
 
     with (
-        mock.patch.object(sizevars, "stride_at", stride),
+        mock.patch.object(sizevars, "stride_at", stride, create=True),
         mock.patch.object(loop_body.LoopBody, "get_read_expr", place),
         mock.patch.object(post_grad, "should_prefer_unfused_addmm", prefers),
         mock.patch.object(node_type, "recompute_size_and_body", recomputed),
