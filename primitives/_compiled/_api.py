@@ -83,7 +83,8 @@ def compile(
             `nonzero` and masks as indices do; calls `backward()`, or reads or writes `.grad`; or calls
             `torch.manual_seed` or `torch.seed`.
         MutationError: By a call, if `fn` writes to arguments or captured tensors, or assigns to `.data`; sets a buffer
-            that is `None`; or writes to a buffer that shares memory with another.
+            that is `None`; or writes to a buffer that shares memory with another, or to a part of a tensor of which
+            `unfold` has made windows with gaps.
         LeafError: By a call, if an argument is neither a tensor, a dataclass nor a hashable constant, or a tensor that
             requires grad is used that is neither reached by the closure nor an argument; for subclasses of tensors and
             sparse tensors; for lazy modules inside that had no call yet, and modules of TorchScript; if `fn` returns

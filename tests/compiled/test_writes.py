@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+import primitives as pr
 from primitives.tracing._joint import replayed
 from tests.compiled.support import data, mlp, plainly, same
 
@@ -109,6 +110,18 @@ def test_writes_to_memory_of_its_own(function, num_runs):
         return gradient, *torch.autograd.grad(gradient.square().sum(), x)
 
     same(penalty(step), penalty(function))
+
+
+def test_writes_to_windows_with_gaps_are_refused():
+    def windows(x):
+        y = x.flatten() * 1
+        y.unfold(0, 2, 5)[0].mul_(2)
+        return y
+
+    with pytest.raises(pr.MutationError, match=r"test_writes.py:\d+: y.unfold.*Take the windows of a clone"):
+        plainly(windows)(X)
+    read = plainly(lambda x: (x.flatten() * 1).add_(1).unfold(0, 2, 5).square())
+    same(read(X), (X.flatten() + 1).unfold(0, 2, 5).square())
 
 
 def test_zero_gradients_of_numbers():

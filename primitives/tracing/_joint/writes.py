@@ -86,11 +86,21 @@ class Functional(_Mode):
     def __init__(self) -> None:
         super().__init__()
         self._constants: dict[int, tuple[Tensor, Any]] = {}
+        # How many elements a tensor had that was taken apart into windows with gaps, by its memory.
+        self._gapped: dict[int, int] = {}
 
     def _called(self, func: Any, types: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         writes = written_by(func, args, kwargs)
         for number in {number for x in writes if isinstance(x, torch.Tensor) for number in memories(x)}:
             self.lines.setdefault(number, current_line())
+        if func is torch.ops.aten.unfold.default and args[3] > args[2]:
+            self._gapped.update({number: args[0].numel() for number in memories(args[0])})
+        if self._gapped and any(x.numel() < self._gapped.get(n, 0) for x in writes for n in memories(x)):
+            # Functionalization would make zeros of the gaps.
+            raise MutationError(
+                f"a part of a tensor is written to, at {current_line()}, of which unfold has made windows whose step "
+                "is no multiple of their size. Take the windows of a clone, or write to slices of another one."
+            )
         if _MAY_WRAP_CONSTANTS and not writes and func not in _LIFTS:
             args, kwargs = torch_private.mapped_constants(self._wrapped, (args, kwargs))
         if func in _LERPS_IN_PLACE:
