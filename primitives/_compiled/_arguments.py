@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-import gc
-import types
-from collections.abc import ItemsView, Iterator, Sequence, Set, ValuesView
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import optree
@@ -14,7 +11,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor  # type: ignore[attr
 
 from primitives._core.errors import LeafError
 from primitives._core.trees.nodes import ARGUMENTS
-from primitives.func._values import is_at_home
+from primitives.func._values import hidden_in, is_at_home
 from primitives.tracing._leaves import Leaves
 
 __all__ = ["hides", "kind_of", "number", "taken_apart", "unhashable"]
@@ -56,20 +53,5 @@ def unhashable(fn: Any, args: tuple, kwargs: dict[str, Any]) -> LeafError:
 
 def hides(y: Any, lent: set[int]) -> bool:
     """Whether a result, tensors apart, holds tensors of the trace besides those that are lent."""
-    found = [] if isinstance(y, torch.Tensor) else [x for x in _hidden_in(y) if id(x) not in lent]
+    found = [] if isinstance(y, torch.Tensor) else [x for x in hidden_in(y) if id(x) not in lent]
     return isinstance(y, Iterator) or any(not is_at_home(x) or is_functorch_wrapped_tensor(x) for x in found)
-
-
-def _hidden_in(x: Any, depth: int = 4) -> list[Any]:
-    """Tensors in what no tree goes into: functions and methods, sets, and views of dictionaries."""
-    if isinstance(x, torch.Tensor) or depth == 0 or isinstance(x, (torch.nn.Module, type)):
-        return [x] * isinstance(x, torch.Tensor)
-    if isinstance(x, types.FunctionType):
-        x = [y for cell in x.__closure__ or () for y in gc.get_referents(cell)]
-    elif isinstance(x, functools.partial):
-        x = [x.func, *x.args, *x.keywords.values()]
-    elif isinstance(x, types.MethodType):
-        x = [x.__self__]
-    elif not isinstance(x, (list, tuple, Set, ItemsView, ValuesView)):
-        x = [*(x if isinstance(x, dict) else getattr(x, "__dict__", {})).values()]
-    return [z for y in x for z in _hidden_in(y, depth - 1)]

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import array
 import enum
+import functools
+import gc
 import itertools
 import numbers
 import operator
 import sys
+import types
+from collections.abc import Collection, ItemsView, Set, ValuesView
 from typing import Any
 
 import torch
@@ -102,10 +106,29 @@ def items_of(x: Any) -> list[tuple[Any, Any]]:
 
 
 def has_other_values(x: Any, y: Any) -> bool:
-    """Whether a tensor or a constant is an entry of one of two containers, and not of the other."""
+    """Whether an entry of one of two containers, but an object of a library without tensors, is none of the other."""
     x, y = dict(items_of(x)), dict(items_of(y))
     pairs = [(x.get(key, MISSING), y.get(key, MISSING)) for key in x | y]
-    return any(a is not b and (is_a(z, torch.Tensor) or is_constant(z)) for a, b in pairs for z in (a, b))
+    return any(a is not b and any(_is_value(z) for z in (a, b)) for a, b in pairs)
+
+
+def _is_value(x: Any) -> bool:
+    return is_constant(x) or is_a(x, Collection) or is_of_users(type(x)) or bool(hidden_in(x))
+
+
+def hidden_in(x: Any, depth: int = 4) -> list[Any]:
+    """Tensors in what no tree goes into: functions and methods, sets, and views of dictionaries."""
+    if isinstance(x, torch.Tensor) or depth == 0 or isinstance(x, (torch.nn.Module, type)):
+        return [x] * isinstance(x, torch.Tensor)
+    if isinstance(x, types.FunctionType):
+        x = [y for cell in x.__closure__ or () for y in gc.get_referents(cell)]
+    elif isinstance(x, functools.partial):
+        x = [x.func, *x.args, *x.keywords.values()]
+    elif isinstance(x, types.MethodType):
+        x = [x.__self__]
+    elif not isinstance(x, (list, tuple, Set, ItemsView, ValuesView)):
+        x = [*(x if isinstance(x, dict) else getattr(x, "__dict__", {})).values()]
+    return [z for y in x for z in hidden_in(y, depth - 1)]
 
 
 def are_same(x: list[Any], y: list[Any]) -> bool:

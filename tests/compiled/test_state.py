@@ -235,13 +235,14 @@ def test_what_a_function_assigns_is_lost_and_said_once(where, caplog):
     assert sum("assigns" in record.getMessage() for record in caplog.records) == 1
 
 
-def test_what_a_function_puts_into_containers_is_lost_and_said_once(caplog):
+@pytest.mark.parametrize("entry", [lambda y: (1, y), lambda y: {"y": y}, lambda y: lambda: y, lambda y: [1]])
+def test_what_a_function_puts_into_containers_is_lost_and_said_once(entry, caplog):
     logs, net = [], mlp()
     net.cache = {"last": 1.0}
 
     def loss(x):
         y = net(x).square().sum()
-        logs.append(y.detach())
+        logs.append(entry(y.detach()))
         net.cache["last"] = y
         y.register_hook(lambda y_bar: net.cache.update(last=y_bar))
         return y
