@@ -25,6 +25,7 @@ from primitives.tracing._recompute import replaying_checkpoints
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined] - a getset descriptor
 _GRAD = torch.Tensor.grad.__get__  # type: ignore[attr-defined] - as above
 _SET_GRAD = torch.Tensor.grad.__set__  # type: ignore[attr-defined] - as above
+_FREEZING = torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__  # type: ignore[attr-defined] - as above
 # The attribute of a tensor in a trace that tells whether it requires grad outside, and gets to know who has asked.
 _OUTSIDE = "_requires_grad_outside"
 # They hand values to Python without an operation that anything below sees.
@@ -200,6 +201,11 @@ class UserCalls(TorchFunctionMode):
             raise TraceError(
                 f"compile: .grad is read or written inside the function, at {current_line()}, and a program does not "
                 "see it. Pass the gradient as an argument, and return what is to be one."
+            )
+        if func in _FREEZING and False in (*args[1:], *kwargs.values()) and _OUTSIDE in vars(args[0]) and args[0].grad_fn:
+            raise TraceError(
+                f"compile: a parameter or an argument is frozen inside the function, at {current_line()}, and a program "
+                "does not do it. Call requires_grad_(False) outside, around the function, or use x.detach() inside."
             )
         if isinstance(func, HigherOrderOperator) and self._function == "compile" and func.name() in _OF_FUNCTIONS:
             raise TraceError(

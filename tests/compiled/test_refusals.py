@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import primitives as pr
 from tests.compiled.support import data, mlp, plainly, same
 
-X = data(4, 3)
+X, NET = data(4, 3), mlp()
 
 
 @pytest.mark.parametrize(
@@ -76,6 +76,7 @@ def writes_gradient(x):
         (reseeded, pr.TraceError, r"torch.seed is called .*test_refusals.py:\d+: torch.seed"),
         (of_gradients, pr.TraceError, r"\.grad is read .*test_refusals.py:\d+"),
         (writes_gradient, pr.TraceError, r"\.grad is read or written .*test_refusals.py:\d+"),
+        (lambda x: NET.requires_grad_(False)(x), pr.TraceError, r"frozen .*test_refusals.py:\d+.*outside, around"),
         (Buffers(lambda net: net.b.add_(1)), pr.MutationError, "the buffer a, the buffer b share memory"),
         (Buffers(lambda net: setattr(net, "none", X)), pr.MutationError, "sets the buffer none of Buffers"),
         (torch.nn.Sequential(torch.nn.LazyLinear(3)), pr.LeafError, "a lazy module .* Call it once"),
