@@ -21,7 +21,7 @@ FUNCTIONS = (types.FunctionType, CACHE)
 _WRITERS = frozenset({"append", "appendleft", "add", "extend", "update", "clear", "insert", "__setitem__"})
 # Methods that make, print, compare or copy an object, of which dataclasses have some that name each attribute.
 _ASIDE = frozenset({
-    "__init__", "__new__", "__post_init__", "__init_subclass__", "__class_getitem__", "__repr__", "__str__",
+    "__init__", "__post_init__", "__init_subclass__", "__class_getitem__", "__repr__", "__str__",
     "__format__", "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__hash__", "__exit__", "__del__",
     "__dir__", "__setattr__", "__delattr__", "__setitem__", "__delitem__", "__copy__", "__deepcopy__",
     "__getstate__", "__setstate__", "__reduce__", "__reduce_ex__", "__getnewargs__", "__sizeof__",
@@ -98,9 +98,9 @@ def puts_names_together(x: types.FunctionType) -> bool:
 def named_by_text(functions: Iterable[Any], names: Iterable[str]) -> list[str]:
     """Those of some names that functions may put together: all that begin with the text of `f"loss_{kind}"`."""
     codes = [each for x in functions if puts_names_together(x) for each in _codes(inspect.unwrap(x).__code__)]
-    texts = [x for each in codes for x in each.co_consts if isinstance(x, str) and x.isidentifier() and x.strip("_")]
+    texts = [x for each in codes for x in each.co_consts if isinstance(x, str) and x.isidentifier()]
     first, last = (tuple(x for x in texts if x[k] == "_") for k in (-1, 0))
-    return [name for name in names if name.startswith(first) or name.endswith(last)]
+    return [x for x in names if not x.startswith("__") and (x.startswith(first) or x.endswith(last))]
 
 
 def _hidden_in(kind: type) -> set[str]:

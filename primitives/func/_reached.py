@@ -144,7 +144,7 @@ class Reached:
             found = self._of_modules()
         new, written = self._holders[self._num_held :], self._written - self._names
         self._num_held = len(self._holders)
-        kinds = {x if is_a(x, type) else type(x) for x in new}
+        kinds = {x if is_a(x, type) else type(x) for x in (*new, *map(type, new))}
         for look, x in (*((self._of_class, kind) for kind in kinds), *((self._of_object, x) for x in new)):
             with contextlib.suppress(Exception):
                 found += look(x, written)
@@ -181,8 +181,8 @@ class Reached:
                 # The dictionary itself, whose versions are counted.
                 (space,) = gc.get_referents(vars(base))
                 self._classes[id(space)] = space, self._names | named
-                values = [Place(base, name) for name, y in space.items() if not hasattr(type(y), "__get__")]
-                found += self._chosen(values, written)
+                kept = [k for k, y in space.items() if _code.is_of_users(type(y)) or not hasattr(type(y), "__get__")]
+                found += self._chosen([Place(base, name) for name in kept], written)
         return found
 
     def _of_object(self, x: Any, written: set[str]) -> list[Any]:

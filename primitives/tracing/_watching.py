@@ -202,10 +202,11 @@ class UserCalls(TorchFunctionMode):
                 f"compile: .grad is read or written inside the function, at {current_line()}, and a program does not "
                 "see it. Pass the gradient as an argument, and return what is to be one."
             )
-        if func in _FREEZING and False in (*args[1:], *kwargs.values()) and _OUTSIDE in vars(args[0]) and args[0].grad_fn:
+        is_frozen = func in _FREEZING and False in (*args[1:], *kwargs.values())
+        if is_frozen and _OUTSIDE in vars(args[0]) and args[0].grad_fn:
             raise TraceError(
-                f"compile: a parameter or an argument is frozen inside the function, at {current_line()}, and a program "
-                "does not do it. Call requires_grad_(False) outside, around the function, or use x.detach() inside."
+                f"compile: a parameter or an argument is frozen inside the function, at {current_line()}, which no "
+                "program does. Call requires_grad_(False) outside, around the function, or use x.detach() inside."
             )
         if isinstance(func, HigherOrderOperator) and self._function == "compile" and func.name() in _OF_FUNCTIONS:
             raise TraceError(

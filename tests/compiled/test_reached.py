@@ -38,6 +38,38 @@ class Doubled(Scaled):
         return super().times(x) * 2
 
 
+class Meta(type):
+    @property
+    def rate(cls):
+        return cls.gain
+
+
+class Timed:
+    def __init__(self, function):
+        self.function = function
+
+    def __get__(self, instance, owner):
+        return functools.partial(self.function, instance)
+
+
+class Single(metaclass=Meta):
+    only, gain, value = None, 1.0, 1.0
+
+    def __new__(cls):
+        cls.only = cls.only or super().__new__(cls)
+        return cls.only
+
+    @Timed
+    def times(self, x):
+        return x * self.value
+
+    def named(self, x, name):
+        return getattr(self, "_" + name)(x)
+
+    def _times(self, x):
+        return x * self.value
+
+
 class Outer(nn.Module):
     rate = 1.0
 
@@ -172,7 +204,7 @@ def _changes(monkeypatch):
         net._backward_hooks.clear()
         net.register_full_backward_hook(lambda net, x_bars, y_bars: (x_bars[0] * value,))
 
-    doubled, layers, part = Doubled(), Inner(), functools.partial(torch.clamp, max=1.0)
+    single, doubled, layers, part = Single(), Doubled(), Inner(), functools.partial(torch.clamp, max=1.0)
     tables = {value: {"a": value} for value in (1.0, 2.0)}
     codes = {1.0: scaled.__code__, 2.0: (lambda x: x * 5.0).__code__}
     methods = {1.0: Made.scaled, 2.0: lambda self, x: x * 7.0}
@@ -205,6 +237,10 @@ def _changes(monkeypatch):
         ),
         "super": (lambda x: doubled.times(x), lambda value: setattr(doubled, "value", value)),
         "super of a module": (lambda x: layers(x), lambda value: setattr(layers, "rate", value)),
+        "metaclass": (lambda x: x * Single.rate, lambda value: setattr(Single, "gain", value)),
+        "single": (lambda x: x * Single().value, lambda value: setattr(single, "value", value)),
+        "descriptor": (lambda x: single.times(x), lambda value: setattr(single, "value", value)),
+        "private": (lambda x: single.named(x, "times"), lambda value: setattr(single, "value", value)),
         "partial": (lambda x: part(5 * x), lambda value: part.keywords.update(max=value)),
         "import": (imports, lambda value: monkeypatch.setattr(TOOLS, "factor", value)),
     }
