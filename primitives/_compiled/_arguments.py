@@ -36,7 +36,7 @@ def kind_of(x: Any, is_dynamic: bool) -> Any:
         # By its text a zero has its sign, and NaN is equal to itself.
         return type(x), repr(x) if isinstance(x, (float, complex)) else x
     # With others a function may return another tree, write to other buffers, and draw numbers or not.
-    return () if is_dynamic else (x.shape, x.dtype, x.requires_grad)
+    return () if is_dynamic or x.is_nested else (x.shape, x.dtype, x.requires_grad)
 
 
 def unhashable(fn: Any, args: tuple, kwargs: dict[str, Any]) -> LeafError:

@@ -23,7 +23,7 @@ from torch.overrides import _get_current_function_mode_stack, _pop_mode_temporar
 
 from primitives._compiled._arguments import hides, kind_of, number, taken_apart, unhashable
 from primitives._compiled._derivatives import SEED, Compiled
-from primitives._compiled._graphs import Settings, compiling, until_traced
+from primitives._compiled._graphs import Settings, check_dense, compiling, until_traced
 from primitives._core.errors import LeafError, TraceError
 from primitives._core.levels import recomputed
 from primitives._core.trees.nodes import ARGUMENTS, registered
@@ -113,6 +113,7 @@ class _Site(Region):
         with torch.inference_mode(False), temporarily_clear_interpreter_stack():
             self._no_seed = torch.zeros((), dtype=torch.int64, device=self.device)
         names = self._names(args, kwargs)
+        check_dense(names, self.tensors)
         self._compiled = Compiled(self, owner.settings, "value", [*names, SEED])
         # Those of a call are the arguments of every run.
         self._leaves = [None if isinstance(x, torch.Tensor) else x for x in self._leaves]
@@ -292,7 +293,8 @@ class CompiledFunction(Generic[_P, _R]):
         self._described: list[tuple[str, Any]] = []
         self._num_described = 0
         self._noted: set[str] = set()
-        functools.update_wrapper(self, fn, updated=())
+        # The code is what torch.export asks for.
+        functools.update_wrapper(self, fn, (*functools.WRAPPER_ASSIGNMENTS, "__code__"), updated=())
 
     def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         """The result of the function."""

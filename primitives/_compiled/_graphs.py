@@ -45,7 +45,7 @@ from primitives.tracing._sizes import bindings, bound_sizes
 from primitives.tracing._subclasses.made_inside import subclasses_made
 from primitives.tracing._torch_private import GraphModule, is_wrapper_subclass
 
-__all__ = ["Program", "Settings", "compiling", "joint_graph", "program_of"]
+__all__ = ["Program", "Settings", "check_dense", "compiling", "joint_graph", "program_of"]
 
 # What ends with the trace that runs.
 until_traced: contextvars.ContextVar[contextlib.ExitStack | None] = contextvars.ContextVar("until_traced", default=None)
@@ -188,6 +188,18 @@ def _unlogged() -> Any:
 _NO_SYMBOLS = "on tensor with symbolic sizes/strides"
 
 
+def check_dense(names: Sequence[str], tensors: Sequence[Tensor]) -> None:
+    """Refuse tensors that have no strides, or whose class says what operators do."""
+    for label, x in zip(names, tensors, strict=True):
+        is_dense = x.layout == torch.strided and not (x.is_nested or x.is_quantized)
+        if not (is_dense and (type(x) in _PLAIN or _functorch.is_functorch_wrapped_tensor(x))):
+            advice = "Pass its parts, or compile what runs on them; for a DTensor or a model in FSDP, torch.compile."
+            if is_dense and not is_wrapper_subclass(x):
+                advice = "Pass x.as_subclass(torch.Tensor), and make the other type inside where it is needed."
+            what = f"a {'nested ' * x.is_nested or 'quantized ' * x.is_quantized}{type(x).__name__} of {x.layout}"
+            raise LeafError(f"compile: {label} must be a dense tensor of torch's own type, got {what}. {advice}")
+
+
 def joint_graph(
     function: Recomputable,
     name: str,
@@ -197,15 +209,7 @@ def joint_graph(
     settings: Settings,
 ) -> JointGraph:
     """The joint graph of a function for these sizes, with gradients of those `wanted`."""
-    for label, x in zip(names, tensors, strict=True):
-        if x.layout != torch.strided or not (type(x) in _PLAIN or _functorch.is_functorch_wrapped_tensor(x)):
-            advice = "Pass its parts, or compile what runs on them; for a DTensor or a model in FSDP, torch.compile."
-            if x.layout == torch.strided and not is_wrapper_subclass(x):
-                advice = "Pass x.as_subclass(torch.Tensor), and make the other type inside where it is needed."
-            raise LeafError(
-                f"compile: {label} must be a dense tensor of torch's own type, got {type(x).__name__} of {x.layout}. "
-                + advice
-            )
+    check_dense(names, tensors)
     table: dict[Any, Any] = dict(FACTORED)
     if settings.backend == "inductor":
         from torch._inductor.decomposition import select_decomp_table

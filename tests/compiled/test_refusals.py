@@ -238,13 +238,16 @@ def test_memory_before_an_argument_is_not_read():
             function(late)
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")
 def test_arguments():
     with pytest.raises(pr.LeafError, match="must be a tensor, a hashable constant"):
         plainly(lambda x, a: x)(X, np.ones(2))
     with pytest.raises(pr.LeafError, match=r"x.as_subclass\(torch.Tensor\)"):
         plainly(lambda x: x)(X.as_subclass(type("Labels", (torch.Tensor,), {})))
-    with pytest.raises(pr.LeafError, match="must be a dense tensor of torch"):
-        plainly(lambda x: x.to_dense())(X.to_sparse())
+    quantized = torch.quantize_per_tensor(X.float(), 0.1, 0, torch.qint8)
+    for x in (X.to_sparse(), X.to_sparse_csr(), torch.nested.nested_tensor([X]), quantized):
+        with pytest.raises(pr.LeafError, match="x must be a dense tensor of torch"):
+            plainly(lambda x: x.to_dense())(x)
     with pytest.raises(TypeError, match="Pass the function itself"):
         pr.compile(X)
     with pytest.raises(pr.LeafError, match=r"params must be .* got generator. .* list\(...\)"):

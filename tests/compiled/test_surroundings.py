@@ -100,6 +100,7 @@ def test_around():
     functionalized = torch.func.grad(torch.func.functionalize(lambda x: model(x).square().sum()))
     same(functionalized(X), torch.func.grad(lambda x: net(x).square().sum())(X))
     assert len(make_fx(model)(X).graph.nodes) > 5
+    same(torch.export.export(model, (X,)).module()(X), net(X))
     tangent = pr.func.checkpoint(lambda x: torch.func.jvp(model, (x,), (X,))[1], x).sum()
     same(torch.autograd.grad(tangent, x), torch.autograd.grad(torch.func.jvp(net, (x,), (X,))[1].sum(), x))
 
