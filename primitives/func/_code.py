@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dis
 import functools
 import inspect
@@ -15,6 +16,7 @@ from torch import nn
 _READS = ("LOAD_GLOBAL", "LOAD_NAME", "IMPORT_NAME")
 # The last two are of Python 3.14.
 _VALUES = ("LOAD_CONST", "LOAD_FAST", "LOAD_DEREF", "LOAD_GLOBAL", "LOAD_SMALL_INT", "LOAD_FAST_BORROW")
+_SPREAD = "**"
 CACHE = type(functools.lru_cache(repr))
 FUNCTIONS = (types.FunctionType, CACHE)
 # Methods of containers that tell nothing of what these hold.
@@ -93,6 +95,25 @@ def read_in(kind: type, names: set[str]) -> tuple[set[str], list[Any]]:
 def puts_names_together(x: types.FunctionType) -> bool:
     """Whether a function may read attributes by names that are not in its code."""
     return not {"getattr", "vars", "__dict__"}.isdisjoint(names_in(inspect.unwrap(x).__code__))
+
+
+@functools.lru_cache(maxsize=4096)
+def spread_in(code: types.CodeType) -> frozenset[str]:
+    """A name that stands for those of all entries of a configuration, if code may read them: `vars(x)`, `asdict(x)`."""
+    is_put = any(x.opname == "BUILD_STRING" for each in _codes(code) for x in dis.get_instructions(each))
+    spreading = {"vars", "__dict__", "asdict", "astuple", "fields", "model_dump", *(["getattr"] * is_put)}
+    return frozenset({_SPREAD} if not spreading.isdisjoint(names_in(code)) else ())
+
+
+def entries_of(x: Any, names: set[str]) -> Iterable[str]:
+    """Names of the entries of a configuration, a dataclass or a namespace, where code spreads it."""
+    if _SPREAD not in names:
+        return ()
+    if issubclass(type(x), (types.SimpleNamespace, argparse.Namespace)):
+        return vars(x)
+    # A metaclass may raise for other names.
+    fields = (inspect.getattr_static(type(x), name, ()) for name in ("__dataclass_fields__", "__pydantic_fields__"))
+    return [name for each in fields for name in each]
 
 
 def named_by_text(functions: Iterable[Any], names: Iterable[str]) -> list[str]:

@@ -124,8 +124,7 @@ class Reached:
             self._holders += [x] * (self._deeply and _code.is_of_users(x))
             return self._variables(x)
         found = next_of(x)
-        if has_attributes(x) or (self._deeply and _code.is_of_users(x)):
-            self._holders.append(x)
+        self._holders += [x] * (has_attributes(x) or (self._deeply and _code.is_of_users(x)))
         if is_a(x, torch.optim.Optimizer):
             # Numbers that change in each step are beside the parameters.
             self._objects.update({id(each): (each, self._names) for each in x.param_groups})
@@ -144,6 +143,7 @@ class Reached:
             found = self._of_modules()
         new, written = self._holders[self._num_held :], self._written - self._names
         self._num_held = len(self._holders)
+        self._names.update(*(_code.entries_of(x, self._names) for x in new))
         kinds = {x if is_a(x, type) else type(x) for x in (*new, *map(type, new))}
         for look, x in (*((self._of_class, kind) for kind in kinds), *((self._of_object, x) for x in new)):
             with contextlib.suppress(Exception):
@@ -214,6 +214,7 @@ class Reached:
             self._objects.setdefault(id(variables), (variables, set()))[1].update(_code.globals_in(x.__code__))
         if _code.is_of_users(x):
             self._functions[x] = None
+            self._names |= _code.spread_in(x.__code__)
         cells = zip(x.__code__.co_freevars, (Place(cell, CELL) for cell in x.__closure__ or ()), strict=True)
         if (x.__module__ or "").startswith("primitives."):
             # Thousands of objects lie behind these, and none is a user's.

@@ -3,6 +3,7 @@
 import array
 import collections
 import copy
+import dataclasses
 import functools
 import itertools
 import logging
@@ -22,7 +23,7 @@ from primitives.func._reached import Reached
 from tests.compiled.support import data, gradients, mlp, plainly, same
 
 X, RATE, STEPS, TOOLS = data(6, 3), 1.0, collections.Counter(), types.ModuleType("tools")
-TOOLS.factor = 1.0
+TOOLS.factor, TEXT = 1.0, "pde"
 
 
 class Scaled:
@@ -36,6 +37,11 @@ class Scaled:
 class Doubled(Scaled):
     def times(self, x):
         return super().times(x) * 2
+
+
+@dataclasses.dataclass(slots=True)
+class Weights:
+    pde: float = 1.0
 
 
 class Meta(type):
@@ -204,6 +210,7 @@ def _changes(monkeypatch):
         net._backward_hooks.clear()
         net.register_full_backward_hook(lambda net, x_bars, y_bars: (x_bars[0] * value,))
 
+    space, weights = types.SimpleNamespace(w_pde=1.0), Weights()
     single, doubled, layers, part = Single(), Doubled(), Inner(), functools.partial(torch.clamp, max=1.0)
     tables = {value: {"a": value} for value in (1.0, 2.0)}
     codes = {1.0: scaled.__code__, 2.0: (lambda x: x * 5.0).__code__}
@@ -240,6 +247,12 @@ def _changes(monkeypatch):
         "metaclass": (lambda x: x * Single.rate, lambda value: setattr(Single, "gain", value)),
         "single": (lambda x: x * Single().value, lambda value: setattr(single, "value", value)),
         "descriptor": (lambda x: single.times(x), lambda value: setattr(single, "value", value)),
+        "spread": (lambda x: x * sum(vars(space).values()), lambda value: setattr(space, "w_pde", value)),
+        "put together": (lambda x: x * getattr(space, f"w_{TEXT}"), lambda value: setattr(space, "w_pde", value)),
+        "dataclass": (
+            lambda x: x * sum(dataclasses.astuple(weights)),
+            lambda value: setattr(weights, "pde", value),
+        ),
         "private": (lambda x: single.named(x, "times"), lambda value: setattr(single, "value", value)),
         "partial": (lambda x: part(5 * x), lambda value: part.keywords.update(max=value)),
         "import": (imports, lambda value: monkeypatch.setattr(TOOLS, "factor", value)),
