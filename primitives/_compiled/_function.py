@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import pickle
 import random
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Generic, ParamSpec, TypeVar
 from unittest import mock
 
@@ -180,12 +181,12 @@ class _Site(Region):
             trace.push(self._forget_failed)
         *tensors, seed = given
         state = PhiloxState(seed, torch.zeros_like(seed))
-        before = _states_elsewhere()
+        before = _states_elsewhere(self.reached.walked.values())
         with rng_mode(state) as mode:
             results = super().__call__(*tensors)
-        if _states_elsewhere() != before:
+        if _states_elsewhere(self.reached.walked.values()) != before:
             self._owner.note_lost(
-                "draws from the generator of Python or NumPy, and each call gets the numbers of the first. Draw by "
+                "draws from a generator of Python or NumPy, and each call gets the numbers of the first. Draw by "
                 "torch, or pass them as tensors."
             )
         self.is_random = self.is_random or mode.has_drawn
@@ -254,12 +255,11 @@ class _Site(Region):
             return torch.empty((), dtype=torch.int64, device=self.device).random_()
 
 
-def _states_elsewhere() -> tuple[Any, ...]:
+def _states_elsewhere(met: Iterable[Any]) -> bytes:
     """States of the generators that torch does not know."""
     numpy: Any = sys.modules.get("numpy.random")
-    # The words of a generator, and how many were used.
-    words = () if numpy is None else numpy.get_state()[1:3]
-    return random.getstate(), *map(str, words[1:]), *(x.tobytes() for x in words[:1])
+    kinds = random.Random, getattr(numpy, "Generator", None), getattr(numpy, "RandomState", None)
+    return pickle.dumps([random.getstate(), numpy and numpy.get_state(), [x for x in met if type(x) in kinds]])
 
 
 def _modes() -> Iterator[Any]:

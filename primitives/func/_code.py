@@ -6,6 +6,7 @@ import argparse
 import dis
 import functools
 import inspect
+import re
 import sys
 import types
 from collections.abc import Iterable
@@ -100,8 +101,10 @@ def puts_names_together(x: types.FunctionType) -> bool:
 @functools.lru_cache(maxsize=4096)
 def spread_in(code: types.CodeType) -> frozenset[str]:
     """A name that stands for those of all entries of a configuration, if code may read them: `vars(x)`, `asdict(x)`."""
-    is_put = any(x.opname == "BUILD_STRING" for each in _codes(code) for x in dis.get_instructions(each))
-    spreading = {"vars", "__dict__", "asdict", "astuple", "fields", "model_dump", *(["getattr"] * is_put)}
+    steps = (x for each in _codes(code) for x in dis.get_instructions(each))
+    text = " ".join("getattr" if x.argval == "getattr" else x.opname for x in steps)
+    is_joined = re.search(r"getattr (?:(?!CALL)\S+ )*BUILD_STRING", text) is not None
+    spreading = {"vars", "__dict__", "asdict", "astuple", "fields", "model_dump", *(["getattr"] * is_joined)}
     return frozenset({_SPREAD} if not spreading.isdisjoint(names_in(code)) else ())
 
 

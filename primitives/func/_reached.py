@@ -76,6 +76,7 @@ class Reached:
         self._holders: list[Any] = []
         self._num_held = self._num_names = 0
         self._slots: dict[type, list[Any]] = {}
+        self.walked: dict[Any, Any] = {}
         self._walk(roots)
         self.owners = list(dict.fromkeys(owner for each in self.modules for owner in each.modules()))
         if any(isinstance(owner, torch.jit.ScriptModule) for owner in self.owners):
@@ -93,9 +94,8 @@ class Reached:
 
     def _walk(self, roots: Sequence[Any]) -> None:
         """Find all that is reached, each thing once."""
-        stack = [*roots]
         # What was seen is held, or another object could get its number.
-        seen = self._walked = {}
+        stack, seen = [*roots], self.walked
         while stack:
             x = stack.pop()
             if (key := key_of(x)) not in seen:
@@ -340,7 +340,7 @@ class Reached:
         arrays = [(id(x), held) for x, held in self._arrays]
         places = [[(id(owner), *others) for owner, *others in each] for each in self.registered.values()]
         registries = (x for owner in self.owners for name, x in vars(owner).items() if name in _REGISTRIES)
-        reached = enumerate((*self._walked.values(), *self.owners, *registries))
+        reached = enumerate((*self.walked.values(), *self.owners, *registries))
         numbers = {id(x): (type(x), k) for k, x in reached if is_a(x, nn.Module) or type(x) in CONTAINERS}
         return renumbered([owners, links, arrays, places, [place.key for place in self.places], self._state], numbers)
 
@@ -360,7 +360,7 @@ class Reached:
         attributes = [(each, names | self._written, {**each}) for each, names in self._objects.values()]
         containers = [*self._containers.values(), *self._filled]
         copies = [(each, dict(each.items()) if is_a(each, dict) else [*each]) for each in containers]
-        caches = [(x, x.cache_info().misses) for x in self._walked.values() if is_a(x, _code.CACHE)]
+        caches = [(x, x.cache_info().misses) for x in self.walked.values() if is_a(x, _code.CACHE)]
         lent = [(vars(x), {**vars(x)}) for x in self.owners if not type(x).__module__.startswith("torch.")]
         try:
             yield

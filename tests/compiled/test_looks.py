@@ -174,9 +174,10 @@ class Stepped(nn.Sequential):
 
 def test_samples_and_numbers_of_steps_are_no_part_of_a_loss():
     samples, net = Samples(), Stepped(nn.Linear(3, 1), nn.BatchNorm1d(1)).double()
-    step = plainly(lambda x: net(x).sum() / len(samples))
+    state = types.SimpleNamespace(step=0, rate=1.0)
+    step = plainly(lambda x: net(x).sum() / len(samples) * getattr(state, "rate", len(f"{x.dim()} axes")))
     for number in range(3):
-        net.step = number
+        net.step = state.step = number
         same(step(X), step.__wrapped__(X))
     assert not any("captured" in name for name in step.graphs["value"].primal_names)
     assert len(step.settings.programs) == 1

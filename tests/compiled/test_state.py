@@ -14,7 +14,7 @@ import primitives as pr
 from tests.compiled.support import data, gradients, mlp, plainly, same
 
 X = data(6, 3)
-SHIFT, SCALE = data(3, seed=2), 1.0
+SHIFT, SCALE, GENERATORS = data(3, seed=2), 1.0, (random.Random(0), np.random.default_rng(0))
 
 
 def test_modules_by_reference():
@@ -254,7 +254,10 @@ def test_what_a_function_puts_into_containers_is_lost_and_said_once(entry, caplo
     assert sum("assigns an entry of a list" in record.getMessage() for record in caplog.records) == 1
 
 
-@pytest.mark.parametrize("draw", [random.random, np.random.rand], ids=["Python", "NumPy"])
+DRAWS = [random.random, np.random.rand, lambda: GENERATORS[0].random(), lambda: GENERATORS[1].random()]
+
+
+@pytest.mark.parametrize("draw", DRAWS, ids=["Python", "NumPy", "Python's own", "NumPy's own"])
 def test_numbers_drawn_outside_of_torch_are_those_of_the_trace_and_it_is_said_once(draw, caplog):
     step, others = plainly(lambda x: x * draw()), plainly(lambda x: x * torch.rand(3))
     same(*(step(X) for _ in range(2)))
