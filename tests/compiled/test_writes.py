@@ -34,6 +34,21 @@ def statistics(x):
     return y, mean * x, var
 
 
+def reshaped(x):
+    y = x * 1
+    z = y.view(3, 6)
+    z.mul_(x.view(3, 6))
+    same = y.expand(6, 3).add_(x)
+    return y, z, same, nn.functional.linear(x.view(3, 2, 3).transpose(0, 1), x[:3], x[0])
+
+
+def turned(x):
+    y = x[:3] * 1
+    z = y.t()
+    z.mul_(x[3:])
+    return y, z
+
+
 def view_before(x):
     y = x * 1
     z = y[0]
@@ -83,6 +98,8 @@ def averages(x):
         (own, 1),
         (alias, 1),
         (statistics, 1),
+        (reshaped, 1),
+        (turned, 2),
         (view_before, 2),
         (view, 2),
         (windows, 2),

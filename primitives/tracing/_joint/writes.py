@@ -29,8 +29,6 @@ _FUNCTIONAL_BATCH_NORM = torch.ops.aten._native_batch_norm_legit_functional.defa
 _ASKS_FOR_SIGNS = F.gaussian_nll_loss.__code__
 _LERPS_IN_PLACE = (torch.ops.aten.lerp_.Tensor, torch.ops.aten.lerp_.Scalar)
 _DEVICE = torch.ops.prim.device.default
-# They return the same tensor to autograd.
-_ALIASES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 # Autograd asks them of each tangent; a graph has no use for the answers.
 _QUESTIONS = (torch.ops.aten.is_same_size.default, torch.ops.aten._has_same_storage_numel.default)
 # What makes tensors of literals of a program.
@@ -122,14 +120,14 @@ class Functional(_Mode):
 class Plain(_Mode):
     """Without functionalization, which takes a third of the time of a trace: for functions that hardly write.
 
-    A write to memory that the function has allocated, and has no views of, gives its tensors another node. Any other
-    raises.
+    A write to memory that the function has allocated, and has no views of but such as reshape all of it, gives its
+    tensors other nodes. Any other raises.
     """
 
     def __init__(self, given: Sequence[Any]) -> None:
         super().__init__()
         self._replayed = Replayed()
-        # The tensors of each piece of memory, all of it in each; `None` where others may see it.
+        # The tensors of each piece of memory, all of it in one order in each; `None` where others may see it.
         self._whole: dict[int, list[Tensor] | None] = {
             number: None for x in given if isinstance(x, torch.Tensor) for number in memories(x)
         }
@@ -167,7 +165,7 @@ class Plain(_Mode):
                 known = self._whole.setdefault(number, [] if _allocates(func) else None)
                 if known is None or any(y is x for x in known):
                     continue
-                if known and func not in _ALIASES:
+                if known and not _are_alike(known[0], y):
                     self._whole[number] = None
                 else:
                     known.append(y)
@@ -182,11 +180,17 @@ class Plain(_Mode):
         if _kind(x) != _kind(y):
             raise MutationError(f"{func} changes more than numbers.")
         for each in known:
-            _record(each, y)
+            _record(each, y if each.shape == y.shape else torch.ops.aten.view.default(y, each.shape))
 
 
 def _kind(x: Tensor) -> tuple[Any, ...]:
     return x.shape, x.stride(), x.dtype, x.is_conj(), x.is_neg()
+
+
+def _are_alike(x: Tensor, y: Tensor) -> bool:
+    """Whether two tensors of one memory, of which the first is all, have the same elements in the same order."""
+    is_reshaped = x.is_contiguous() and y.is_contiguous() and x.numel() == y.numel() and _kind(x)[2:] == _kind(y)[2:]
+    return is_reshaped or _kind(x) == _kind(y)
 
 
 @functools.cache
