@@ -250,7 +250,7 @@ def is_computed(x: Tensor) -> bool:
 
 
 def constant_value(x: Tensor) -> Tensor | None:
-    """The values of `x` where a graph computes them of constants alone, and nothing is random."""
+    """The values of `x` where a graph computes them of constants alone, nothing random and no cotangent."""
     x, mode = plain(bottom(x)), proxy_tensor.get_proxy_mode()
     slot = None if mode is None else proxy_tensor.get_proxy_slot(x, mode.tracer, None)  # type: ignore[attr-defined] - no stub
     if slot is None:
@@ -276,7 +276,7 @@ def constant_value(x: Tensor) -> Tensor | None:
 
 
 def _draws(node: fx.Node) -> bool:
-    return torch.Tag.nondeterministic_seeded in node.target.tags  # type: ignore[union-attr] - of an operator
+    return "joint_role" in node.meta or torch.Tag.nondeterministic_seeded in node.target.tags  # type: ignore[union-attr]
 
 
 def bottom(x: Tensor) -> Tensor:
