@@ -105,7 +105,9 @@ def spread_in(code: types.CodeType) -> frozenset[str]:
     text = " ".join("getattr" if x.argval == "getattr" else x.opname for x in steps)
     is_joined = re.search(r"getattr (?:(?!CALL)\S+ )*BUILD_STRING", text) is not None
     spreading = {"vars", "__dict__", "asdict", "astuple", "fields", "model_dump", *(["getattr"] * is_joined)}
-    return frozenset({_SPREAD} if not spreading.isdisjoint(names_in(code)) else ())
+    # What tells containers by their methods looks at dictionaries of classes.
+    is_aside = "collections" in code.co_filename
+    return frozenset({_SPREAD} if not (is_aside or spreading.isdisjoint(names_in(code))) else ())
 
 
 def entries_of(x: Any, names: set[str]) -> Iterable[str]:
