@@ -27,8 +27,7 @@ from torch.utils import _python_dispatch, _pytree
 
 from primitives._core import registered_primitives
 
-get_decompositions = _decomp.get_decompositions
-TorchDispatchMode = _python_dispatch.TorchDispatchMode
+get_decompositions, TorchDispatchMode = _decomp.get_decompositions, _python_dispatch.TorchDispatchMode
 is_wrapper_subclass = _python_dispatch.is_traceable_wrapper_subclass
 leaves_of, mapped_tensors = _pytree.arg_tree_leaves, _pytree.tree_map_only
 dispatch_modes = _python_dispatch._get_current_dispatch_mode_stack
@@ -41,6 +40,7 @@ GraphModule = _lazy_graph_module._LazyGraphModule
 _without_code = functools.partial(_lazy_graph_module._use_lazy_graph_module, True)
 # The names by which `torch.utils.checkpoint` looks up its machinery, of a region and of one of the reentrant kind.
 CHECKPOINT_NAMES = ("_CheckpointFrame", "CheckpointFunction")
+ROLE = "joint_role"  # where the metadata of a node says that it stands for a cotangent
 
 
 def _of_tracers() -> tuple[Any, Any]:
@@ -262,7 +262,7 @@ def constant_value(x: Tensor) -> Tensor | None:
         if node not in values:
             if node.op == "get_attr":
                 values[node] = getattr(tracer.root, str(node.target))
-            elif node.op == "call_function" and schema_of(node.target) is not None and not _draws(node):
+            elif node.op == "call_function" and schema_of(node.target) is not None and not _is_unknown(node):
                 args, kwargs = fx.map_arg((node.args, node.kwargs), compute)
                 target: Any = node.target
                 values[node] = target(*args, **kwargs)
@@ -275,8 +275,8 @@ def constant_value(x: Tensor) -> Tensor | None:
     return None
 
 
-def _draws(node: fx.Node) -> bool:
-    return "joint_role" in node.meta or torch.Tag.nondeterministic_seeded in node.target.tags  # type: ignore[union-attr]
+def _is_unknown(node: fx.Node) -> bool:
+    return ROLE in node.meta or torch.Tag.nondeterministic_seeded in node.target.tags  # type: ignore[union-attr] - of an operator
 
 
 def bottom(x: Tensor) -> Tensor:

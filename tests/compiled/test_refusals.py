@@ -165,7 +165,8 @@ def test_values_of_constants_may_be_asked():
 
 
 HELD = torch.zeros(3, dtype=torch.float64)
-CONSTANTS = types.SimpleNamespace(held0=torch.zeros(3, dtype=torch.float64))
+CONSTANTS = types.new_class("Constants")()
+CONSTANTS.held0 = torch.zeros(3, dtype=torch.float64)
 
 
 def writes_argument(x):

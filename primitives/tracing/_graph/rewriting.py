@@ -8,12 +8,12 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from primitives.tracing._torch_private import GraphModule
+from primitives.tracing._torch_private import ROLE, GraphModule
 
 # Which pass a node belongs to; torch's partitioner reads this too.
 TAG = "partitioner_tag"
-# Where the metadata of a node says what it stands for: a cotangent to come, or that of a loss, which has this name.
-ROLE, COTANGENT, SEED = "joint_role", "cotangent", "loss_bar"
+# Roles of nodes: a cotangent to come, or that of a loss, which has this name.
+COTANGENT, SEED = "cotangent", "loss_bar"
 
 
 def identifier(label: str) -> str:

@@ -15,7 +15,7 @@ from primitives.decompositions import decomposition_table
 from primitives.tracing import _torch_private as torch_private
 from primitives.tracing._errors import typed_errors
 from primitives.tracing._graph.joint_graph import JointGraph
-from primitives.tracing._graph.rewriting import COTANGENT, ROLE, SEED, TAG, identifier, tidied
+from primitives.tracing._graph.rewriting import COTANGENT, SEED, TAG, identifier, tidied
 from primitives.tracing._graph.signature import Signature
 from primitives.tracing._joint.create import (
     checked_primals,
@@ -261,7 +261,7 @@ def _stand_in(y: Tensor, layout: torch.memory_format, *, is_loss: bool) -> Tenso
             made = torch.full(y.shape, 1, dtype=y.dtype, device=y.device)
         else:
             made = torch.empty_like(y, memory_format=layout)
-    torch_private.node_of(made).meta[ROLE] = SEED if is_loss else COTANGENT
+    torch_private.node_of(made).meta[torch_private.ROLE] = SEED if is_loss else COTANGENT
     return made
 
 
