@@ -93,7 +93,8 @@ def recomputed(function: Recomputable, tensors: Sequence[Tensor], kept: Sequence
 
 
 def make_dual(y: Tensor, y_dot: Tensor) -> Tensor:
-    """With a tangent at this level."""
+    """With a tangent at this level, which torch copies where its strides are others: not to elements that overlap."""
+    y = y.clone() if 0 in y.stride() and y.stride() != y_dot.stride() else y
     return torch._VF._make_dual(y, y_dot, level=0)  # type: ignore[attr-defined] - no stub
 
 

@@ -250,11 +250,11 @@ def is_computed(x: Tensor) -> bool:
 
 
 def constant_value(x: Tensor) -> Tensor | None:
-    """The values of `x` where a graph computes them of constants alone, nothing random and no cotangent."""
-    x, mode = plain(bottom(x)), proxy_tensor.get_proxy_mode()
+    """The values of `x`, no batch, where a graph computes them of constants alone, nothing random and no cotangent."""
+    x, mode, levels = plain(bottom(x)), proxy_tensor.get_proxy_mode(), unbatched(x)[1]
     slot = None if mode is None else proxy_tensor.get_proxy_slot(x, mode.tracer, None)  # type: ignore[attr-defined] - no stub
-    if slot is None:
-        return None if mode is None or isinstance(x, FakeTensor) else x
+    if slot is None or levels:
+        return None if levels or mode is None or isinstance(x, FakeTensor) else x
     values: dict[fx.Node, Any] = {}
     tracer: Any = mode.tracer  # type: ignore[union-attr] - there is one
 

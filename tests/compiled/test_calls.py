@@ -247,6 +247,13 @@ def test_anomalies_are_looked_for_in_calls_and_not_in_traces():
             plainly(lambda x: (x.sqrt() * 0).sum())(x).backward()
 
 
+def test_a_constant_of_one_number_beside_what_moves():
+    def function(x):
+        return 2 * x, x.new_ones(()).expand(2, 3)
+
+    same(*(torch.func.jvp(f, (X,), (X,)) for f in (plainly(function), function)))
+
+
 def test_some_outputs_and_some_gradients():
     compiled = plainly(lambda x, y: (x.sin() * y, y.cos(), (x * y).detach()))
     x, y = X.clone().requires_grad_(), X.clone().requires_grad_()

@@ -143,6 +143,10 @@ def test_values_of_constants_may_be_asked():
     for is_mask in (False, True):
         same(*(traced(functools.partial(f, is_mask=is_mask)) for f in (plainly(put), put)))
 
+    batched = torch.vmap(lambda x, mask: x.index_put((mask,), x.new_zeros(())))
+    with pytest.raises(RuntimeError, match="not support batching operators"):
+        plainly(lambda x: batched(x[:3].expand(2, 3, 3), torch.arange(6).view(2, 3) > 3))(X)
+
     # The backward pass of `trace` asks for places without repetition where it is differentiated.
     same(traced(plainly(torch.trace)), traced(torch.trace))
     same(plainly(lambda x: x[(torch.arange(4) > 1).nonzero()[:, 0]])(X), X[2:])

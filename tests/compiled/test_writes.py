@@ -49,6 +49,22 @@ def turned(x):
     return y, z
 
 
+@torch.library.custom_op("compiled_tests::halves", mutates_args=())
+def halves(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return x.sin(), x.cos()
+
+
+@halves.register_fake
+def _(x):
+    return x.new_empty(2, *x.shape).unbind()
+
+
+def half(x):
+    y, z = halves(x.detach())
+    y.mul_(2)
+    return y * x, z * x
+
+
 def view_before(x):
     y = x * 1
     z = y[0]
@@ -100,6 +116,7 @@ def averages(x):
         (statistics, 1),
         (reshaped, 1),
         (turned, 2),
+        (half, 2),
         (view_before, 2),
         (view, 2),
         (windows, 2),

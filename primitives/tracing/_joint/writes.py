@@ -184,11 +184,11 @@ class Plain(_Mode):
 
 
 def _kind(x: Tensor) -> tuple[Any, ...]:
-    return x.shape, x.stride(), x.dtype, x.is_conj(), x.is_neg()
+    return x.shape, x.stride(), x.storage_offset(), x.dtype, x.is_conj(), x.is_neg()
 
 
 def _are_alike(x: Tensor, y: Tensor) -> bool:
-    """Whether two tensors of one memory, of which the first is all, have the same elements in the same order."""
+    """Whether two tensors of one memory have the same elements in the same order: from where the first begins on."""
     is_reshaped = x.is_contiguous() and y.is_contiguous() and x.numel() == y.numel() and _kind(x)[2:] == _kind(y)[2:]
     return is_reshaped or _kind(x) == _kind(y)
 
