@@ -180,9 +180,8 @@ class _Site(Region):
         if self._out_treespec is None and (trace := until_traced.get()) is not None:
             trace.push(self._forget_failed)
         *tensors, seed = given
-        state = PhiloxState(seed, torch.zeros_like(seed))
         before = _states_elsewhere(self.reached.walked.values())
-        with rng_mode(state) as mode:
+        with rng_mode(PhiloxState(seed, torch.zeros_like(seed))) as mode:
             results = super().__call__(*tensors)
         if _states_elsewhere(self.reached.walked.values()) != before:
             self._owner.note_lost(
@@ -259,7 +258,8 @@ def _states_elsewhere(met: Iterable[Any]) -> bytes:
     """States of the generators that torch does not know."""
     numpy: Any = sys.modules.get("numpy.random")
     kinds = random.Random, getattr(numpy, "Generator", None), getattr(numpy, "RandomState", None)
-    return pickle.dumps([random.getstate(), numpy and numpy.get_state(), [x for x in met if type(x) in kinds]])
+    own = [x.bit_generator.state if hasattr(x, "bit_generator") else x.__getstate__() for x in met if type(x) in kinds]
+    return pickle.dumps([random.getstate(), numpy and numpy.get_state(), own])
 
 
 def _modes() -> Iterator[Any]:
