@@ -18,6 +18,8 @@ _READS = ("LOAD_GLOBAL", "LOAD_NAME", "IMPORT_NAME")
 # The last two are of Python 3.14.
 _VALUES = ("LOAD_CONST", "LOAD_FAST", "LOAD_DEREF", "LOAD_GLOBAL", "LOAD_SMALL_INT", "LOAD_FAST_BORROW")
 _SPREAD = "**"
+_LOADED = r"LOAD_(?:FAST|FAST_BORROW|FAST_CHECK|DEREF|GLOBAL|NAME|CONST|SMALL_INT) (?:LOAD_ATTR )*"
+_BY_NAME = rf"{_LOADED}TEXT (?:{_LOADED}|TEXT )?(?:PRECALL |CALL)"
 CACHE = type(functools.lru_cache(repr))
 FUNCTIONS = (types.FunctionType, CACHE)
 # Methods of containers that tell nothing of what these hold.
@@ -94,16 +96,23 @@ def read_in(kind: type, names: set[str]) -> tuple[set[str], list[Any]]:
 
 
 def puts_names_together(x: types.FunctionType) -> bool:
-    """Whether a function may read attributes by names that are not in its code."""
-    return not {"getattr", "vars", "__dict__"}.isdisjoint(names_in(inspect.unwrap(x).__code__))
+    """Whether a function may read attributes by names that its code does not tell, as `getattr(self, "x", 1)` does."""
+    code = inspect.unwrap(x).__code__
+    is_joined = re.search(rf"getattr (?!{_BY_NAME})", _steps_in(code)) is not None
+    return is_joined or not {"vars", "__dict__"}.isdisjoint(names_in(code))
 
 
 @functools.lru_cache(maxsize=4096)
+def _steps_in(code: types.CodeType) -> str:
+    """The instructions of code, with `getattr` and texts told from others."""
+    steps = (x for each in _codes(code) for x in dis.get_instructions(each) if x.opname != "EXTENDED_ARG")
+    pairs = (("TEXT" if x.opname == "LOAD_CONST" and isinstance(x.argval, str) else x.opname, x.argval) for x in steps)
+    return " ".join("getattr" if value == "getattr" else name for name, value in pairs)
+
+
 def spread_in(code: types.CodeType) -> frozenset[str]:
     """A name that stands for those of all entries of a configuration, if code may read them: `vars(x)`, `asdict(x)`."""
-    steps = (x for each in _codes(code) for x in dis.get_instructions(each))
-    text = " ".join("getattr" if x.argval == "getattr" else x.opname for x in steps)
-    is_joined = re.search(r"getattr (?:(?!CALL)\S+ )*BUILD_STRING", text) is not None
+    is_joined = re.search(r"getattr (?:(?!CALL)\S+ )*BUILD_STRING", _steps_in(code)) is not None
     spreading = {"vars", "__dict__", "asdict", "astuple", "fields", "model_dump", *(["getattr"] * is_joined)}
     # What tells containers by their methods looks at dictionaries of classes.
     is_aside = "collections" in code.co_filename

@@ -171,6 +171,9 @@ class Samples(torch.utils.data.Dataset):
 class Stepped(nn.Sequential):
     step = 0
 
+    def forward(self, x):
+        return super().forward(x) * getattr(self, "scale", 1.0)
+
 
 def test_samples_and_numbers_of_steps_are_no_part_of_a_loss():
     samples, net = Samples(), Stepped(nn.Linear(3, 1), nn.BatchNorm1d(1)).double()
@@ -181,7 +184,7 @@ def test_samples_and_numbers_of_steps_are_no_part_of_a_loss():
         same(step(X), step.__wrapped__(X))
     assert not any("captured" in name for name in step.graphs["value"].primal_names)
     assert len(step.settings.programs) == 1
-    net[1].eps = 0.5
+    net[1].eps, net.scale = 0.5, 2.0
     same(step(X), step.__wrapped__(X))
 
 
