@@ -119,13 +119,6 @@ def _unfold(x: Any, dimension: int, size: int, step: int) -> Any:
     return x.narrow(dimension, 0, num).unfold(dimension, size, size)[every]
 
 
-def _average(pool: Callable[..., Any], num: int, x: Any, output_size: Any) -> Any:
-    """The mean where it is over all places: torch's changes strides in place, which makes a second trace needed."""
-    if output_size in (1, (1,) * num, [1] * num) and num < x.dim() < num + 3:
-        return x.mean([*range(-num, 0)], keepdim=True)
-    return pool(x, output_size)
-
-
 def _deepcopy(x: Any, memo: dict[int, Any]) -> Any:
     """A leaf, as of a parameter, where the trace holds a tensor with a history in its place."""
     return memo.setdefault(id(x), x.detach().clone().requires_grad_(x.requires_grad))
@@ -152,8 +145,6 @@ _COMPOSED = {
     torch.Tensor.__deepcopy__: _deepcopy,
     F.dropout: _dropout,
     F.one_hot: _one_hot,
-    F.adaptive_avg_pool2d: functools.partial(_average, F.adaptive_avg_pool2d, 2),
-    F.adaptive_avg_pool3d: functools.partial(_average, F.adaptive_avg_pool3d, 3),
     torch.index_fill: _index_fill,
     torch.Tensor.index_fill: _index_fill,
     torch.Tensor.unfold: _unfold,

@@ -88,7 +88,26 @@ def windows(x):
 def transposed(x):
     y = x[:3] * 1
     y.t_()
-    return y @ x[3:]
+    return y.mul_(x[3:]).unsqueeze_(1).add_(1) * x[3:]
+
+
+def transposed_apart(x):
+    y = x[:3] * 1
+    z = y.detach()
+    y.t_()
+    return y * x[3:], z * x[3:]
+
+
+def transposed_and_written(x):
+    y = x[:3] * 1
+    z = y.detach()
+    y.t_().mul_(x[3:])
+    return y, z * x[3:]
+
+
+def other_strides(x):
+    y = x.t() / 2
+    return y.masked_fill_(x.t() > 0, 3.0), torch.linalg.vector_norm(x.t(), dim=1)
 
 
 def memory_of_another(x):
@@ -120,7 +139,10 @@ def averages(x):
         (view_before, 2),
         (view, 2),
         (windows, 2),
-        (transposed, 2),
+        (transposed, 1),
+        (transposed_apart, 1),
+        (transposed_and_written, 2),
+        (other_strides, 1),
         (memory_of_another, 2),
         (literal, 2),
         (averages, 1),

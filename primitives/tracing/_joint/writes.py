@@ -17,7 +17,7 @@ from primitives._core.inductor import shown_in_a_program
 from primitives.tracing import _torch_private as torch_private
 from primitives.tracing._errors import current_line
 from primitives.tracing._joint.replayed import Replayed
-from primitives.tracing._memory import memories
+from primitives.tracing._memory import is_dense, memories
 from primitives.tracing._watching import written_by
 
 __all__ = ["Functional", "Plain"]
@@ -121,7 +121,7 @@ class Plain(_Mode):
     """Without functionalization, which takes a third of the time of a trace: for functions that hardly write.
 
     A write to memory that the function has allocated, and has no views of but such as reshape all of it, gives its
-    tensors other nodes. Any other raises.
+    tensors other nodes, and so does a change of shape in place. Any other raises.
     """
 
     def __init__(self, given: Sequence[Any]) -> None:
@@ -171,12 +171,19 @@ class Plain(_Mode):
                     known.append(y)
         return result
 
-    def _becomes(self, func: Any, x: Tensor, y: Tensor | None) -> None:
+    def _becomes(self, func: Any, x: Tensor, y: Any) -> None:
         """Take `y` for what `func` has written to `x`."""
         known = self._whole.get(torch_private.memory_of(x))
         # A fake tensor with a value is one of a literal, and would keep it.
         if known is None or y is None or any(each.constant is not None for each in known):  # type: ignore[attr-defined] - fakes
             raise MutationError(f"{func} writes to memory that others see.")
+        if torch.Tag.inplace_view in func.tags and x.numel() == y.numel():
+            is_reshaped = is_dense(y) and all(each is x or _are_alike(each, y) for each in known)
+            self._whole[torch_private.memory_of(x)], known = known if is_reshaped else None, [x]
+            with torch_private.unrecorded():
+                x.as_strided_(y.shape, y.stride(), y.storage_offset())
+        elif x.dtype == y.dtype and x.shape == y.shape and x.stride() != y.stride():
+            y = torch.ops.aten.copy.default(x, y)
         if _kind(x) != _kind(y):
             raise MutationError(f"{func} changes more than numbers.")
         for each in known:
