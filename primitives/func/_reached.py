@@ -21,6 +21,7 @@ from primitives.func._places import CELL, CONTAINERS, UNCOUNTED, Place, has_attr
 from primitives.func._values import (
     MISSING,
     are_same,
+    has_changed,
     has_other_values,
     is_a,
     is_at_home,
@@ -366,19 +367,18 @@ class Reached:
             yield
         finally:
             # What a trace has put there is of no use; modules get their attributes back from who has lent them.
-            for cache, misses in caches:
-                if cache.cache_info().misses != misses:
-                    cache.cache_clear()
+            for cache in (x for x, misses in caches if x.cache_info().misses != misses):
+                cache.cache_clear()
             # Tables that libraries fill with objects of their own stay filled.
             filled = [(each, old) for each, old in copies if has_other_values(each, old)]
             for each, old in filled:
                 each.clear()
                 each.update(old) if is_a(each, (dict, set)) else each.extend(old)
-            changed = [(place, value) for place, value in links if place.get() is not value]
+            changed = [(place, value) for place, value in links if has_changed(value, place.get())]
             for place, value in changed:
                 place.put(value)
             pairs = [(each, k, old.get(k, MISSING)) for each, names, old in attributes for k in names & each.keys()]
-            others = [(each, name, x) for each, name, x in pairs if each[name] is not x]
+            others = [(each, name, x) for each, name, x in pairs if has_changed(x, each[name])]
             for each, name, x in others:
                 each.pop(name) if x is MISSING else each.update({name: x})
             names = [*(str(place.key) for place, _ in changed), *(name for _, name, _ in others)]

@@ -112,6 +112,11 @@ def has_other_values(x: Any, y: Any) -> bool:
     return any(a is not b and any(_is_value(z) for z in (a, b)) for a, b in pairs)
 
 
+def has_changed(x: Any, y: Any) -> bool:
+    """Whether `y` has taken the place of `x`, which a trace has not put there itself, as of functions of `fx.wrap`."""
+    return x is not y and not hasattr(x, "_Patcher__fx_already_patched")
+
+
 def _is_value(x: Any) -> bool:
     return is_constant(x) or is_a(x, Collection) or is_of_users(type(x)) or bool(hidden_in(x))
 

@@ -14,6 +14,11 @@ X, LOG = data(6, 3), logging.getLogger(__name__)
 CALLS, LOSSES, RATE = 0, [], 1.0
 
 
+@torch.fx.wrap
+def shifted(x):
+    return x + 1
+
+
 class Traced(torch.autograd.Function):
     calls = 0
 
@@ -203,3 +208,14 @@ def test_numbers_of_a_module_by_names_that_code_puts_together():
         net.rate1 = rate
         for _ in range(2):
             same(step(X), net(X))
+
+
+def test_functions_marked_for_fx_stay_as_they_are():
+    """While it traces, torch has others in their places, as in those of timm's masks."""
+    net, marked = mlp(), shifted
+    step = plainly(lambda x: shifted(net(x)))
+    for k in range(3):
+        net.my_step = k
+        same(step(X), marked(net(X)))
+    assert shifted is marked
+    assert len(step.settings.programs) == 1
