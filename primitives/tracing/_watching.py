@@ -257,7 +257,9 @@ class Recorder:
     def _again(self) -> Iterator[None]:
         before, self._is_again = self._is_again, True
         try:
-            yield
+            # Neither a backward pass nor a derivative inside runs in that of the forward pass.
+            with UserCalls(self._function):
+                yield
         finally:
             self._is_again = before
 

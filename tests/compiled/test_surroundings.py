@@ -252,6 +252,18 @@ def test_checkpoints_of_torch_inside_find_the_parameters_of_the_call():
     with pytest.raises(pr.LeafError, match="use_reentrant=False"):
         plainly(functools.partial(loss, use_reentrant=True))(X)
 
+    def masked(x):
+        mask = torch.zeros(6, dtype=torch.bool)
+        mask[1:4] = True
+        return x[mask].sin()
+
+    # Computed again, by the backward pass and by a derivative inside, it indexes by the same constant.
+    again, x = functools.partial(checkpoint, masked, use_reentrant=False), X.clone().requires_grad_()
+    truth = torch.autograd.grad(masked(x).sum(), x)
+    same(torch.autograd.grad(plainly(again)(x).sum(), x), truth)
+    inside = plainly(lambda x: torch.autograd.grad(again(y := x.clone().requires_grad_()).sum(), y, create_graph=True))
+    same(inside(X), truth)
+
 
 @pytest.mark.parametrize(
     "given, wanted",
