@@ -90,6 +90,11 @@ def simplify(module: fx.GraphModule) -> None:
         num = node.args[0].meta["val"].shape[1]
         if isinstance(num, int) and num == 1:
             node.target = _aten.mul.Tensor
+    for node in graph.find_nodes(op="call_function", target=_aten.copy.default):
+        source: Any = node.args[1]
+        if _alike(source, node) and source.meta["val"].stride() == node.meta["val"].stride():
+            # Batches have no rule for a copy.
+            node.target, node.args = _aten.clone.default, (source,)
     graph.eliminate_dead_code()
     module.recompile()
 
@@ -173,7 +178,16 @@ def of_any_strides(module: fx.GraphModule) -> fx.GraphModule:
     graph = copy.deepcopy(module.graph)
     for node in graph.find_nodes(op="call_function", target=_aten.view.default):
         node.target = _aten.reshape.default
+    for node in graph.find_nodes(op="call_function", target=_aten.as_strided_scatter.default):
+        if node.args[0].meta["val"].is_contiguous():
+            node.target = _scattered
     return GraphModule(module, graph)
+
+
+def _scattered(x: Tensor, source: Tensor, size: Any, stride: Any, offset: int | None = None) -> Tensor:
+    """`as_strided_scatter` into contiguous memory by numbers of elements: it has no rule for batches itself."""
+    places = torch.arange(x.numel(), device=x.device).as_strided(size, stride, offset)
+    return x.flatten().index_put((places.flatten(),), source.flatten()).view(x.shape)
 
 
 def read_by_offset(graph: fx.Graph) -> dict[int, str]:

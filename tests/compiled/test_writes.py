@@ -180,6 +180,26 @@ def test_writes_to_windows_with_gaps_are_refused():
     same(read(X), (X.flatten() + 1).unfold(0, 2, 5).square())
 
 
+def writes_row(x):
+    y = x * 1
+    z = y.detach()
+    z[1] = x[0]
+    return (y * z).sum()
+
+
+def scatters(x):
+    return torch.as_strided_scatter(x * 1, x[0].sin(), (3,), (2,)).square().sum()
+
+
+@pytest.mark.filterwarnings("error:There is a performance drop")
+@pytest.mark.parametrize("function", [writes_row, scatters])
+def test_batches_of_writes(function):
+    """Torch itself has no rule for batches of a scatter."""
+    batch = data(2, 6, 3)
+    truth = torch.stack([torch.func.grad(function)(x) for x in batch])
+    same(torch.func.vmap(torch.func.grad(plainly(function)))(batch), truth)
+
+
 def test_zero_gradients_of_numbers():
     x = torch.tensor(0.7, requires_grad=True)
 

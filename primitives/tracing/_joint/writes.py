@@ -183,7 +183,9 @@ class Plain(_Mode):
             with torch_private.unrecorded():
                 x.as_strided_(y.shape, y.stride(), y.storage_offset())
         elif x.dtype == y.dtype and x.shape == y.shape and x.stride() != y.stride():
-            y = torch.ops.aten.copy.default(x, y)
+            axes = sorted(range(x.dim()), key=x.stride().__getitem__, reverse=True)
+            y = y.permute(axes).clone(memory_format=torch.contiguous_format)
+            y = y.permute(sorted(range(x.dim()), key=axes.__getitem__))
         if _kind(x) != _kind(y):
             raise MutationError(f"{func} changes more than numbers.")
         for each in known:
