@@ -129,7 +129,7 @@ class ChannelsByAten(Norm):
 
 
 class RunningByAten(Running, ChannelsByAten):
-    """The same by statistics that are no functions of x."""
+    """The same by statistics that do not depend on x."""
 
     in_training = False
 

@@ -236,7 +236,7 @@ class Norm:
 
 
 class Running(Norm):
-    """A norm by given statistics that are no functions of x."""
+    """A norm by given statistics that do not depend on x."""
 
     def project(self, v: Tensor) -> Tensor:
         """`P(v)`."""
