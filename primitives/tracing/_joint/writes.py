@@ -96,8 +96,8 @@ class Functional(_Mode):
         if self._gapped and any(x.numel() < self._gapped.get(n, 0) for x in writes for n in memories(x)):
             # Functionalization would make zeros of the gaps.
             raise MutationError(
-                f"the function writes, at {current_line()}, to a part of a tensor that unfold has cut into windows with "
-                "gaps between them. Take the windows of a clone, or write to slices of another one."
+                f"the function writes, at {current_line()}, to a part of a tensor that unfold has cut into windows "
+                "with gaps between them. Take the windows of a clone, or write to slices of another one."
             )
         if _MAY_WRAP_CONSTANTS and not writes and func not in _LIFTS:
             args, kwargs = torch_private.mapped_constants(self._wrapped, (args, kwargs))
